@@ -1,4 +1,4 @@
-"""Formats numbers for people: bytes, seconds, ratios, percentages, prices."""
+"""Formats numbers for people: bytes, seconds, ratios, percentages."""
 
 from __future__ import annotations
 
@@ -47,14 +47,6 @@ def percent(share: float | None, sign: bool = False) -> str:
     if not math.isfinite(share):
         return "not a number" if math.isnan(share) else "∞" if share > 0 else "−∞"
     return f"{share:+.2%}" if sign else f"{share:.2%}"
-
-
-def dollars(amount: float) -> str:
-    """Format US dollars, with two significant digits below one dollar."""
-    if amount == 0 or amount >= 100:
-        return f"${amount:,.0f}"
-    digits = max(2, 1 - math.floor(math.log10(amount)))
-    return f"${amount:.{digits}f}" if digits <= 8 else f"${amount:.1e}"
 
 
 def plural(count: int, what: str) -> str:

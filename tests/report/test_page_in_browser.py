@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-CHARTS = ["sizes", "ratios", "degradation", "configuration", "bits", "seconds", "restore", "storage"]
+CHARTS = ["sizes", "ratios", "degradation", "configuration", "bits", "seconds", "restore"]
 
 # The contrast (WCAG 2) of every element with text of its own against its background.
 CONTRASTS = """() => {

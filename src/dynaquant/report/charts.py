@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, Configuration, GridConfiguration
-from dynaquant.formatting import dollars, in_bytes, in_seconds, percent, plural, times, unit_of
+from dynaquant.formatting import in_bytes, in_seconds, percent, plural, times, unit_of
 from dynaquant.report.figures import (
     BLUE,
     BROWN,
@@ -26,7 +26,6 @@ from dynaquant.report.figures import (
     finite,
     steps_of,
 )
-from dynaquant.report.prices import S3_STANDARD
 from dynaquant.report.statistics import Row, Statistics
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class Chart:
 
 def charts(statistics: Statistics) -> list[Chart]:
     """Return all charts in the order of the page."""
-    drawn = (_sizes, _ratios, _degradation, _configuration, _bits, _seconds, _restore, _storage)
+    drawn = (_sizes, _ratios, _degradation, _configuration, _bits, _seconds, _restore)
     return [draw(statistics) for draw in drawn]
 
 
@@ -320,27 +319,3 @@ def _restore(statistics: Statistics) -> Chart:
     if lost := sum(size is None for size in sizes):
         text += f" {plural(lost, 'checkpoint')} cannot be restored: see Skipped, at the top."
     return Chart("restore", title, text, figure)
-
-
-def _storage(statistics: Statistics) -> Chart:
-    rows = statistics.by_step
-    figure = figure_for(rows, "USD per month")
-    figure.update_yaxes(rangemode="tozero", tickprefix="$", exponentformat="none")
-    raw = stored = 0
-    costs: dict[str, list[float]] = {"raw": [], "stored": []}
-    for row in rows:
-        raw, stored = raw + row.record.total.raw, stored + row.record.total.stored
-        costs["raw"].append(statistics.cost(raw))
-        costs["stored"].append(statistics.cost(stored))
-    for name, color in (("raw", GREY), ("stored", BLUE)):
-        add_line(figure, rows, costs[name], name, color, [dollars(cost) for cost in costs[name]])
-    what = " (list price of Amazon S3 Standard)" if statistics.price == S3_STANDARD else ""
-    text = (
-        f"Storing all checkpoints up to a step for a month at ${statistics.price:g} per GB{what}: at the end "
-        f"{dollars(costs['stored'][-1])} instead of {dollars(costs['raw'][-1])}."
-    )
-    if statistics.lossless_copy:
-        text += (
-            f" The lossless copy of the newest checkpoint adds {dollars(statistics.cost(statistics.lossless_copy))}."
-        )
-    return Chart("storage", "What storage costs", text, figure, "wide")

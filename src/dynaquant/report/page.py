@@ -12,10 +12,9 @@ from string import Template
 from typing import Any
 
 from dynaquant.engine.quantize.knobs import in_short, knobs_to_json
-from dynaquant.formatting import NONE, dollars, in_bytes, in_seconds, percent, plural, times
+from dynaquant.formatting import NONE, in_bytes, in_seconds, percent, plural, times
 from dynaquant.report.charts import Chart, charts
 from dynaquant.report.figures import javascript
-from dynaquant.report.prices import S3_STANDARD
 from dynaquant.report.statistics import Statistics, statistics_of
 from dynaquant.saving.record import Record
 from dynaquant.search.scores import number_to_json
@@ -45,19 +44,18 @@ COLUMNS = (
 def write_report(
     run: Run,
     out: Path,
-    price: float = S3_STANDARD,
     with_progress: Callable[[list[CheckpointFile]], Iterable[CheckpointFile]] = iter,
 ) -> Statistics:
     """Write the report of a run to the file ``out``, which is replaced if it exists, and return the statistics.
 
-    price: of storage, in USD per GB (10⁹ bytes) and month. with_progress: iterates over the files as they are read.
+    with_progress: iterates over the files as they are read.
 
     Raises CheckpointError if the run has no checkpoint with a valid record, OSError if ``out`` cannot be written.
     """
 
     def read() -> Statistics:
         files, broken = run.files()
-        return statistics_of(run, with_progress(files), broken, price)
+        return statistics_of(run, with_progress(files), broken)
 
     statistics = retry_if_run_changed(read)
     with atomic_file(out) as file:
@@ -104,7 +102,9 @@ def _subtitle(statistics: Statistics) -> str:
 
 def _facts(statistics: Statistics) -> str:
     whole, weights = statistics.whole, statistics.weights
-    facts = [("Whole state", times(whole.ratio, 1), f"{in_bytes(whole.stored)} instead of {in_bytes(whole.raw)}")]
+    copy = f", and {in_bytes(statistics.lossless_copy)} for the lossless copy" if statistics.lossless_copy else ""
+    detail = f"{in_bytes(whole.stored)} instead of {in_bytes(whole.raw)}{copy}"
+    facts = [("Whole state", times(whole.ratio, 1), detail)]
     if weights.raw:
         detail = f"{in_bytes(weights.stored)} instead of {in_bytes(weights.raw)}"
         facts.append(("Weights", times(weights.ratio, 1), detail))
@@ -126,9 +126,6 @@ def _facts(statistics: Statistics) -> str:
         most = max(costs, key=lambda cost: cost.size)
         detail = f"read by the largest restore, from {plural(most.files, 'file')}"
         facts.append(("Restore", in_bytes(most.size), detail))
-    stored, raw = dollars(statistics.cost(whole.stored + statistics.lossless_copy)), dollars(statistics.cost(whole.raw))
-    short = stored if len(stored) < 8 else "< $0.01"
-    facts.append(("Storage per month", short, f"{stored} instead of {raw}" if short != stored else f"instead of {raw}"))
     cards = (
         f'<div><dt>{label}</dt><dd class="number">{number}</dd><dd class="detail">{detail}</dd></div>'
         for label, number, detail in facts

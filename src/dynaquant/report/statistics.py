@@ -9,7 +9,6 @@ from functools import cached_property
 
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.report.inspection import RestoreCost, TensorInfo, restore_cost, tensors_of
-from dynaquant.report.prices import S3_STANDARD
 from dynaquant.saving.record import Record, Size, record_of
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.run import Run
@@ -32,15 +31,13 @@ class Statistics:
     """The statistics of a whole run.
 
     rows: in the order of ``dynaquant log``, from the oldest to the newest. skipped: one sentence for each problem of a
-    file. lossless_copy: bytes of the lossless copy of the newest checkpoint, 0 if the run keeps none. price: USD per GB
-    (10⁹ bytes) and month.
+    file. lossless_copy: bytes of the lossless copy of the newest checkpoint, 0 if the run keeps none.
     """
 
     name: str
     rows: tuple[Row, ...]
     skipped: tuple[str, ...]
     lossless_copy: int
-    price: float
 
     @cached_property
     def by_step(self) -> list[Row]:
@@ -77,14 +74,8 @@ class Statistics:
         """Names of all weights: those of the newest checkpoint in the order of the model, then those of older ones."""
         return list(dict.fromkeys(name for row in reversed(self.rows) for name in row.weights))
 
-    def cost(self, size: int) -> float:
-        """Return the price in USD of storing this many bytes for a month."""
-        return self.price * size / 1e9
 
-
-def statistics_of(
-    run: Run, files: Iterable[CheckpointFile], broken: Iterable[CheckpointError], price: float = S3_STANDARD
-) -> Statistics:
+def statistics_of(run: Run, files: Iterable[CheckpointFile], broken: Iterable[CheckpointError]) -> Statistics:
     """Return the statistics of a run.
 
     files: the readable files of the run, parents first, as ``Run.summaries`` lists them. broken: the errors of the
@@ -126,4 +117,4 @@ def statistics_of(
             skipped.append(str(error))
     if not rows:
         raise CheckpointError(f"{run.folder}: no checkpoint of this run has a valid record")
-    return Statistics(run.folder.resolve().name, tuple(rows), tuple(skipped), lossless_copy, price)
+    return Statistics(run.folder.resolve().name, tuple(rows), tuple(skipped), lossless_copy)
