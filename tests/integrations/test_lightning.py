@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from full_disk import files_of_at_most
 
 import dynaquant as dq
 from dynaquant.interop.export import export
@@ -645,6 +646,29 @@ def test_checkpoints_after_a_restore_keep_what_the_training_has_changed(tmp_path
     restored.load_checkpoint(tmp_path / "first.ckpt")
     assert share_kept(CheckpointIO()) < 0.5  # that training was not restored, so its weights may be far from there
     assert share_kept(restored) > 0.9
+
+
+def test_a_save_that_fails_leaves_what_the_next_one_knows_of_a_restore(tmp_path):
+    torch.manual_seed(0)
+    groups = [{"lr": 0.1, "params": [0]}]
+    state = {"state_dict": {"weight": torch.randn(200, 200)}, "global_step": 10}
+    CheckpointIO().save_checkpoint({**state, "optimizer_states": [{"param_groups": groups}]}, tmp_path / "first.ckpt")
+
+    def saved_after(failures: int) -> list:
+        plugin = CheckpointIO()
+        weight = plugin.load_checkpoint(tmp_path / "first.ckpt")["state_dict"]["weight"]
+        moved = 0.005 * torch.randn(200, 200, generator=torch.Generator().manual_seed(1))
+        changed = {"state_dict": {"weight": weight + moved}, "global_step": 20}
+        changed["optimizer_states"] = [{"param_groups": groups}]
+        for _ in range(failures):
+            with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+                plugin.save_checkpoint(changed, tmp_path / "second.ckpt")
+        plugin.save_checkpoint(changed, tmp_path / "second.ckpt")
+        record = dict(StoredCheckpoint(tmp_path / "second.ckpt").file.header.record)
+        plugin.remove_checkpoint(tmp_path / "second.ckpt")
+        return [record[key] for key in ("configuration", "interval", "training_budget")]
+
+    assert saved_after(failures=2) == saved_after(failures=0)
 
 
 class OfAdam(Training):
