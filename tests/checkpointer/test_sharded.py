@@ -16,7 +16,7 @@ from dynaquant.engine.forms.patchwork import Patchwork
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.stored import in_one
 from dynaquant.engine.forms.units import ScaledMoment
-from dynaquant.store.parts import places_of
+from dynaquant.store.reading import places_of
 from dynaquant.store.run import Run
 
 pytestmark = pytest.mark.slow

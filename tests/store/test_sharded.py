@@ -30,8 +30,8 @@ from dynaquant.report.inspection import disk_use
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun
+from dynaquant.store.reading import load_boxes
 from dynaquant.store.recoding import branch, compact
-from dynaquant.store.regions import load_boxes
 from dynaquant.store.retention import Retention, prepare_replacement, prune
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run

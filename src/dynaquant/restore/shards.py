@@ -22,8 +22,7 @@ from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import is_of_a_rank
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.frozen_tensors import external_tensor
-from dynaquant.store.reading import Tensors, load_all
-from dynaquant.store.regions import load_boxes
+from dynaquant.store.reading import Tensors, load_all, load_boxes
 from dynaquant.store.run import Run
 from dynaquant.training.collect import collect
 from dynaquant.training.objects import CHECKED

@@ -13,9 +13,7 @@ The files, in reading order:
 - ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share: their names, and opening them
 - ``chain.py``: opens all files of a checkpoint (parents, parts), and retries if the writer changes the run meanwhile
 - ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files
-- ``parts.py``: reads tensors from the parts of a sharded checkpoint
-- ``reading.py``: decodes tensors from a file and its parents
-- ``regions.py``: reads boxes of tensors, whether a checkpoint is one file or sharded
+- ``reading.py``: decodes tensors, or boxes of them, from a file, its parts and its parents
 - ``in_order.py``: several tensors at a time, in their order
 - ``writing.py``: encodes a checkpoint to a file, and verifies the file
 - ``single_file.py``: writes a checkpoint file outside of runs

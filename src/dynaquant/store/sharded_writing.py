@@ -27,7 +27,7 @@ from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import add_disk_full_note, sync_parent
 from dynaquant.store.layout import HashOfBoxes, Layout, PartFile, Parts, box_name
-from dynaquant.store.regions import load_boxes
+from dynaquant.store.reading import load_boxes
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
 
 

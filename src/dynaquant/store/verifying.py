@@ -16,8 +16,8 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.reading import (
     Tensors,
     check_reference,
+    check_values,
     decode_entry,
-    decoded_hash,
     error_with_step,
 )
 from dynaquant.store.run import Run
@@ -187,7 +187,8 @@ def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: S
         if entry.name in above.wrong:
             raise CheckpointError(above.wrong[entry.name])
         return
-    if decoded_hash(file, entry, stored) != entry.hash:
-        own = f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
+    try:
+        check_values(file, entry, stored)
+    except CheckpointError as error:
         of_parent = above.wrong.get(entry.name) if above is not None and entry.needs_parent else None
-        raise CheckpointError(of_parent or own)
+        raise CheckpointError(of_parent or str(error)) from None

@@ -91,7 +91,7 @@ class Omitted(WithoutStream):
 
 @dataclass(frozen=True)
 class Sharded(WithoutStream):
-    """No stream: the values are in the parts of the checkpoint, as boxes (``store.parts``).
+    """No stream: the values are in the parts of the checkpoint, as boxes (``store.reading``).
 
     layout: index in the header's list of layouts. stored: bytes of the streams in all parts. second: the name of the
     tensor that must be decoded first; empty if there is none. needs_parent: whether any box does.
