@@ -32,17 +32,15 @@ from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.reduction import Numbers
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.ranks.dtensors import shard_of
 from dynaquant.ranks.group import Group
 from dynaquant.saving.division import Division, divide
-from dynaquant.saving.sharded_commit import ShardedCheckpoint
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import PartFile, box_name
-from dynaquant.store.sharded_writing import Plan, WrittenPart, sharded_header
+from dynaquant.store.layout import PartFile, Plan, box_name, layout_of
+from dynaquant.store.writing import WrittenPart, with_parts
 from dynaquant.training import rng
 from dynaquant.training.packed import joined, packed
 
@@ -137,8 +135,7 @@ def planned(tensors: Tensors, rank: int, ranks: int, layout: Layout) -> tuple[fl
         division = divide(state, group)
         assert division is not None
         labels = dict.fromkeys(tensors, Label("weight", ""))
-        checkpoint = ShardedCheckpoint(1, None, {}, labels, division, {})
-        plan = checkpoint.plan()
+        plan = division.plan(labels, {})
         if (part := division.parts.get(rank)) is not None:
             plan.boxes_of(part)
         return process_time() - start, group.traffic, division, plan
@@ -148,18 +145,17 @@ def written_part(plan: Plan, number: int, generator: np.random.Generator) -> Wri
     """Return a part as if it had been written: hashes are random, and all boxes have a megabyte."""
     boxes = len(plan.boxes_of(number))
     hashes = generator.integers(0, 256, (boxes, 32), dtype=np.uint8)
-    file = PartFile(generator.bytes(32).hex(), 10**9)
+    file = PartFile(generator.bytes(16).hex(), 10**9)
     return WrittenPart(file, hashes, np.full(boxes, 10**6), np.zeros(boxes, dtype=bool))
 
 
 def header_of_part(plan: Plan, written: WrittenPart, number: int) -> int:
     """Return the bytes of the header of a part."""
     entries = [
-        Entry(box_name(t.name, box), t.label, dtype_name(t.dtype), box.sizes, digest.tobytes().hex(), 0, Reference())
+        Entry(box_name(t.name, box), t.label, t.dtype, box.sizes, digest.tobytes().hex(), 0, Reference())
         for (t, box), digest in zip(plan.boxes_of(number), written.hashes, strict=True)
     ]
-    tree = state_dict_tree([entry.name for entry in entries])
-    return stored(Header(2, 2, Parent(1, "0" * 64), tree, tuple(entries), {}))[0]
+    return stored(Header(2, 2, Parent(1, "0" * 64), None, tuple(entries), {}))[0]
 
 
 def stored(header: Header) -> tuple[int, int, float, float]:
@@ -181,14 +177,14 @@ def needed_parts(tensors: Tensors, plan: Plan, rank: int, ranks: int, layout: La
     needed: set[int] = set()
     known: dict[tuple[int, Box], list[int]] = {}
     start = process_time()
-    for tensor in plan.tensors:
+    for tensor in plan.entries:
         shape, kind = tensors[tensor.name]
         held = held_by(rank, ranks, shape, kind, layout)
         for box in [box for box, _ in held.boxes]:
-            if (tensor.layout, box) not in known:
-                places = plan.layouts[tensor.layout]
-                known[tensor.layout, box] = [p.part for p in places if p.box == box or p.box.overlap(box)]
-            needed.update(known[tensor.layout, box])
+            if (layout_of(tensor), box) not in known:
+                places = plan.layouts[layout_of(tensor)]
+                known[layout_of(tensor), box] = [p.part for p in places if p.box == box or p.box.overlap(box)]
+            needed.update(known[layout_of(tensor), box])
     return len(needed), process_time() - start
 
 
@@ -210,7 +206,7 @@ def measure(model: str, layout: Layout, ranks: int) -> Row:
     gathered = sum(len(pickle.dumps(part)) for part in parts[1:])
     start = process_time()
     draft = Header(1, 1, None, state_dict_tree([*tensors, "rng.ranks"]), (), {})
-    header = sharded_header(draft, "parts-0", plan, parts)
+    header = with_parts(draft, plan, parts)
     first_seconds += process_time() - start
     size, plain, write, read = stored(header)
     needed, find = needed_parts(tensors, plan, ranks - 1, ranks, layout)

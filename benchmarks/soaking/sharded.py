@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dynaquant as dq
-from dynaquant.saving import sharded_commit
+from dynaquant.saving import commit_stage
 from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
@@ -163,14 +163,14 @@ def _save_and_go_back(
 
 
 def _unneeded(folder: Path) -> set[str]:
-    needed = {file.header.parts.folder for file in Run(folder).files()[0] if file.header.parts is not None}
-    return {path.name for path in folder.glob("parts-*")} - needed
+    needed = {part.address for file in Run(folder).files()[0] for part in file.header.parts}
+    return {path.stem for path in folder.glob("parts/*.dqc")} - needed
 
 
 def _report_moments(report: Report) -> None:
     """Report when this rank begins and ends to write its part, and when rank 0 deletes what is not kept."""
     stage: Any = CommitStage
-    module: Any = sharded_commit
+    module: Any = commit_stage
     write, prune = module.write_part, stage._prune
 
     def writing(*args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.restore.restorer import Restorer
 from dynaquant.saving.arguments import check_first_state, check_metric, checked_step
 from dynaquant.saving.background import check_process
+from dynaquant.saving.commit_stage import stage_for
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
 from dynaquant.saving.judged_averages import AverageJudge
@@ -34,7 +35,6 @@ from dynaquant.saving.rank_zero import hold_for_writing
 from dynaquant.saving.record import Record, record_of
 from dynaquant.saving.saver import Saver
 from dynaquant.saving.schedule import Schedule
-from dynaquant.saving.sharded_commit import stage_for
 from dynaquant.saving.training_source import TrainingSource
 from dynaquant.saving.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several

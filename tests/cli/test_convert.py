@@ -17,7 +17,6 @@ from training import bits
 import dynaquant as dq
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
-from dynaquant.store.writing import Base
 
 
 @pytest.fixture
@@ -216,11 +215,11 @@ def test_a_file_name_in_a_run_cannot_lead_out_of_the_folder(run, tmp_path, name)
     (tmp_path / "precious").write_text("precious")
     for step in (100, 200, 300):
         file = Run(run).file(step)
-        file.header.record["source"]["name"] = name
-        labels = {entry.name: entry.label for entry in file.header.entries}
-        older = Run(run).parent_of(file)
-        base = Base.from_loaded(older.header, Run(run).load(older)) if older else None
-        WritableRun(run).write(file.header, Run(run).load(file), labels, base)
+        chain, record = (
+            Run(run).chain(file),
+            {**file.header.record, "source": {**file.header.record["source"], "name": name}},
+        )
+        WritableRun(run).recode(chain, chain[1:] or None, record)
     call("unpack", run, "-o", tmp_path / "back", "--to", "safetensors")
     assert sorted(os.listdir(tmp_path / "back")) == ["step-100", "step-200", "step-300"]
     assert (tmp_path / "precious").read_text() == "precious"

@@ -16,8 +16,8 @@ from training import bits
 import dynaquant as dq
 from dynaquant.interop.dcp import StorageReader, StorageWriter
 from dynaquant.store.run import Run
-from dynaquant.store.sharded_writing import boxes_of, plan_of
 from dynaquant.store.verifying import verify_run
+from dynaquant.store.writing import boxes_of, plan_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP warns that there is one process, as intended
 checkpointable = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from dynaquant.engine.tensors.box import tile
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import shard_of
 from dynaquant.saving.division import divide
-from dynaquant.saving.sharded_commit import ShardedCheckpoint
+from dynaquant.store.layout import layout_of
 
 SHAPES = {"model.a": (7, 4), "model.b": (4,), "model.c": (16, 3), "a.exp_avg": (7, 4), "a.exp_avg_sq": (7, 4)}
 
@@ -68,16 +68,15 @@ def divisions(mesh_shape, placements):
 def test_every_element_is_written_once_and_all_ranks_have_the_same_plan(mesh_shape, placements):
     found = divisions(mesh_shape, placements)
     labels = dict.fromkeys(found[0].writers, Label("weight", ""))
-    plans = [ShardedCheckpoint(1, None, {}, labels, division, {}).plan() for division in found]
+    plans = [division.plan(labels, {}) for division in found]
     assert all(plan == plans[0] for plan in plans)
-    for tensor in plans[0].tensors:
-        assert tile(tensor.shape, [place.box for place in plans[0].layouts[tensor.layout]])
+    for tensor in plans[0].entries:
+        assert tile(tensor.shape, [place.box for place in plans[0].layouts[layout_of(tensor)]])
     for rank, division in enumerate(found):
         writes = {name for name, writers in division.writers.items() if rank in dict(writers)}
         assert writes == {name for name in labels if division.writes(name)}
         if (part := division.parts.get(rank)) is not None:
             assert {tensor.name for tensor, _ in plans[0].boxes_of(part)} == writes
-            assert plans[0].boxes_of(part) == plans[0].boxes[part]
     assert dict(found[0].writers["step"]).keys() == {0}
     assert found[0].writers["a.exp_avg"] is found[0].writers["a.exp_avg_sq"]
 

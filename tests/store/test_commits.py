@@ -13,7 +13,6 @@ import torch
 from committed import damage_levels, series
 from crafted import header, write
 from faults import STEPS, at_call, checkpoint_of, commit_all
-from rewritten import with_record
 from training import bits
 
 import dynaquant as dq
@@ -152,20 +151,6 @@ def test_a_branch_from_a_checkpoint_whose_lossless_copy_was_deleted_is_restored_
     with dq.Checkpointer(tmp_path / "new", torch.nn.Linear(8, 8), keep=dq.Keep(lossless_copy=True)) as ckpt:
         assert ckpt.restore() == 1
         assert ckpt.skipped == []
-
-
-def test_a_lossless_copy_named_by_its_step_alone_is_read(tmp_path):
-    """Version 0.1 named it so, and did not mention it in the record."""
-    model = torch.nn.Linear(64, 64)
-    saved(tmp_path, model)
-    (copy,) = tmp_path.glob("exact-*")
-    copy.rename(tmp_path / "exact-000000000002.dqc")
-    with_record(Run(tmp_path).path(2), exact=...)
-    assert bits(dict(dq.load(tmp_path)["model"])) == bits(dict(model.state_dict()))
-    with dq.Checkpointer(tmp_path, model, keep=dq.Keep(lossless_copy=True)) as ckpt:
-        assert ckpt.restore() == 2
-        ckpt.save(2).result()
-    assert [path.name for path in tmp_path.glob("exact-*")] == ["exact-000000000002-000000000003.dqc"]
 
 
 # Sequence numbers

@@ -236,9 +236,36 @@ def test_the_error_for_another_file_says_that_it_is_not_a_checkpoint(tmp_path, c
 def test_the_error_for_another_version_names_it(tmp_path):
     for version in (FORMAT_VERSION + 1, 2**64 - 1):
         said = refused(tmp_path, file_of(header(), version=version))
-        assert said == (
-            f"format version {version}, but this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
-        )
+        assert said == f"format version {version}, but this dynaquant reads version 1; install a newer one"
+
+
+def test_the_error_for_a_file_of_the_future_names_what_is_lacking(tmp_path):
+    """What follows in such a header may be anything: it is not read."""
+    said = refused(tmp_path, file_of(to_json({"requires": ["segments", "coding new", "coding raw"], "more": 1})))
+    assert said == "needs what this dynaquant cannot read: segments, coding new; install a newer one"
+
+
+@pytest.mark.parametrize("requires", [None, "segments", {}, [1], ["a\n"], [["coding raw"]]])
+def test_what_a_file_requires_is_a_list_of_names(tmp_path, requires):
+    assert refused(tmp_path, file_of(to_json(header(requires=requires)))).startswith(
+        "altered: its header cannot be parsed"
+    )
+
+
+def test_several_parents_are_refused(tmp_path):
+    parents = [{"step": 1, "identity": HASH}, {"step": 2, "identity": HASH}]
+    assert "it has 2 parents" in refused(tmp_path, file_of(to_json(header(step=3, parents=parents))))
+
+
+def test_the_segments_of_a_stream_are_listed(tmp_path):
+    file = opened(tmp_path, file_of(header(entry(segments=[2, 6])), b"\0" * 8))
+    assert file.header.entries[0].segments == (2, 6)
+    assert Entry.from_json(file.header.entries[0].to_json()) == file.header.entries[0]
+
+
+@pytest.mark.parametrize("segments", [[2, 5], [8, 0], [-1, 9], [2.0, 6], 8, [True, 7]])
+def test_segments_that_do_not_make_up_the_stream_are_refused(tmp_path, segments):
+    broken_entry(tmp_path, segments=segments)
 
 
 def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):

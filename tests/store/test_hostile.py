@@ -46,7 +46,7 @@ def levels_of_zeros(blocks: int) -> bytes:
 
 def claiming(run: Path, dtype: str, data: bytes, elements: int, scheme: dict) -> None:
     claim = entry("w", data, dtype, [elements], role="weight", coding=scheme, hash="0" * 64)
-    write(run, header(claim, tree=TREE), data, version=2)
+    write(run, header(claim, tree=TREE), data)
 
 
 ZEROS = levels_of_zeros(49_999)
@@ -182,7 +182,7 @@ def every_dtype(run: Path) -> None:
             for name in DTYPES
         ]
         tree = {"dict": [["model", {"dict": [[name, {"tensor": name}] for name in DTYPES]}]]}
-        write(run, header(*entries, tree=tree, step=step, sequence=step), data * len(DTYPES), version=2)
+        write(run, header(*entries, tree=tree, step=step, sequence=step), data * len(DTYPES))
 
 
 def size_of(dtype: str) -> int:

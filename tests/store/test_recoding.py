@@ -21,7 +21,6 @@ from dynaquant.store.recoding import branch, compact
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
 from dynaquant.store.tags import set_tag, tagged_file
-from dynaquant.store.writing import Base
 
 PUBLISHED = {
     "quality": dq.Quality(
@@ -283,11 +282,11 @@ def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     run, recode = Run(tmp_path / "old"), WritableRun.recode
     seen = []
 
-    def failing(self, file, *others):
-        if file.path.name.startswith("step"):
+    def failing(self, chain, *others):
+        if chain[0].path.name.startswith("step"):
             seen.extend(os.listdir(self.folder))
             raise OSError(errno.ENOSPC, "No space left on device")
-        return recode(self, file, *others)
+        return recode(self, chain, *others)
 
     monkeypatch.setattr(WritableRun, "recode", failing)
     with pytest.raises(OSError, match="No space left"):
@@ -329,7 +328,6 @@ def test_nothing_is_coded_against_a_checkpoint_that_came_later(tmp_path):
     save(tmp_path, range(3), *training(), keep=dq.Keep(keyframe_every=1))
     run = WritableRun(tmp_path)
     before = contents(tmp_path)
-    newest = Base.from_loaded(run.file(2).header, run.load(run.file(2)))
     with run.locked(), pytest.raises(dq.CheckpointError, match="has a later sequence number"):
-        run.recode(run.file(0), run.load(run.file(0)), newest)
+        run.recode(run.chain(run.file(0)), run.chain(run.file(2)))
     assert contents(tmp_path) == before

@@ -45,9 +45,11 @@ def quantized(data: bytes, elements: int, arrangement="alone", bins=0, protected
 
 
 def header(*entries: dict, **other) -> dict:
-    """Return a header with these entries and the correct identity. other: fields to replace or add."""
-    plain = {"step": 1, "sequence": 1, "identity": "", "parent": None, "tree": None, "tensors": list(entries)}
-    plain |= {"record": {}, **other}
+    """Return a header with these entries and the correct identity. other: fields to replace or add; ``parent``: one."""
+    if "parent" in other:
+        other["parents"] = [other.pop("parent")]
+    plain = {"requires": [], "step": 1, "sequence": 1, "identity": "", "parents": [], "tree": None}
+    plain |= {"tensors": list(entries), "parts": [], "layouts": [], "record": {}, **other}
     if "identity" not in other:
         leaves = sorted([e["name"], e["hash"]] for e in entries)
         plain["identity"] = blake3(to_json([plain["tree"], leaves])).hexdigest()

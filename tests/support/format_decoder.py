@@ -17,10 +17,8 @@ from format_streams import byte_planes, check, exact_values, frame
 MAGIC = b"\x89DQC\r\n\x1a\n"
 FLOATS = {"float32", "float64", "bfloat16", "float16"}
 LARGEST = {"float16": np.float32(65_504), "bfloat16": np.float32((2 - 2**-7) * 2.0**127)}
-KINDS = {1: {"raw", "planes", "reference", "quantized"}}
-KINDS[2] = KINDS[1] | {"exact", "conditional", "rank_one", "units", "rounding"}
-KINDS[3] = KINDS[2] | {"frozen", "omitted"}
-KINDS[4] = KINDS[3] | {"bounded", "sharded"}
+KINDS = {"raw", "planes", "exact", "quantized", "conditional", "rank_one", "units", "bounded"}
+KINDS |= {"reference", "rounding", "frozen", "omitted", "sharded"}
 
 
 def decode(folder, step, known=None):
@@ -35,7 +33,7 @@ def decode(folder, step, known=None):
 def decode_exact(folder, step):
     """Decode the lossless copy beside a checkpoint. Returns the same as ``decode``."""
     header, tensors = decoded(next(Path(folder).glob(f"exact-{step:012}-*.dqc")), step)
-    check(header["parent"] is None, "a keyframe")
+    check(header["parents"] == [], "a keyframe")
     beside = decode(folder, step)[0]
     check(header["sequence"] == beside["sequence"], "a copy of this commit")
     check(header["identity"] == beside["record"]["exact"], "the copy that the checkpoint names")
@@ -47,7 +45,7 @@ def decode_single(path):
 
     def chain(path):
         header = layout(path.read_bytes())[0]
-        return decoded(path, header["step"], lambda _: chain(path.parent / header["parent"]["file"]))
+        return decoded(path, header["step"], lambda _: chain(path.parent / header["parents"][0]["file"]))
 
     header, tensors = chain(Path(path))
     return header, contents(tensors)
@@ -66,12 +64,13 @@ def checkpoint(folder, step, known):
 
 def decoded(path, step, checkpoint_of=None):
     """Return the header and the tensors of a file. checkpoint_of: returns the same for the step of the parent."""
-    header, streams, kinds = layout(path.read_bytes())
+    header, streams, _ = layout(path.read_bytes())
     check(header["step"] == step, "step")
+    check(len(header["parents"]) <= 1, "at most one parent")
     parents = {}
-    if header["parent"] is not None:
-        parent, parents = checkpoint_of(header["parent"]["step"])
-        check(parent["identity"] == header["parent"]["identity"], "the parent's identity")
+    for above in header["parents"]:
+        parent, parents = checkpoint_of(above["step"])
+        check(parent["identity"] == above["identity"], "the parent's identity")
         check(parent["sequence"] < header["sequence"], "the parent's sequence")
 
     frozen = {}  # the tensors of files of frozen parameters, by identity
@@ -83,7 +82,7 @@ def decoded(path, step, checkpoint_of=None):
     def tensor_named(name):
         if name not in tensors:
             entry, stream = entries[name]
-            check(entry["coding"]["kind"] in kinds, "a kind of coding of this version")
+            check(entry["coding"]["kind"] in KINDS, "a kind of coding of this version")
             if entry["coding"]["kind"] == "frozen":
                 tensors[name] = frozen_tensor(path, entry, stream, frozen)
             elif entry["coding"]["kind"] == "sharded":
@@ -112,7 +111,7 @@ def frozen_tensor(path, entry, stream, known):
     check(not stream, "no stream of what is frozen")
     if identity not in known:
         header, known[identity] = decoded(path.parent / f"frozen-{identity[:16]}.dqc", 0)
-        check(header["parent"] is None, "a file of frozen parameters that stands alone")
+        check(header["parents"] == [], "a file of frozen parameters that stands alone")
         check(header["identity"] == identity, "the identity of the file of frozen parameters")
     return known[identity][entry["name"]]
 
@@ -120,9 +119,11 @@ def frozen_tensor(path, entry, stream, known):
 def part_of(path, header, number, known):
     """Return the entries and streams of a part by name."""
     if number not in known:
-        whole = header["parts"]
-        found, streams, _ = layout((path.parent / whole["folder"] / f"part-{number:05}.dqc").read_bytes())
-        check(found["identity"] == identity(found) == whole["files"][number][0], "the identity of a part")
+        address, size = header["parts"][number]
+        content = (path.parent / "parts" / f"{address}.dqc").read_bytes()
+        found, streams, checksum = layout(content)
+        check((checksum, len(content)) == (address, size), "the address and the size of a part")
+        check(found["identity"] == identity(found), "the identity of a part")
         check((found["step"], found["sequence"]) == (header["step"], header["sequence"]), "a part of this checkpoint")
         pairs = zip(found["tensors"], streams, strict=True)
         known[number] = {entry["name"]: (entry, stream) for entry, stream in pairs}
@@ -132,7 +133,7 @@ def part_of(path, header, number, known):
 def sharded_tensor(path, header, entry, parent, tensor_named, files):
     """Decode all boxes of a tensor and put them together. parent: the tensor of that name in the parent."""
     second, boxes, hashed = entry["coding"]["second"], [], []
-    for number, offsets, sizes in header["parts"]["layouts"][entry["coding"]["layout"]]:
+    for number, offsets, sizes in header["layouts"][entry["coding"]["layout"]]:
         own, stream = part_of(path, header, number, files)[f"{entry['name']}@{','.join(map(str, offsets))}"]
         check((own["dtype"], own["shape"]) == (entry["dtype"], sizes), "the box of that tensor")
 
@@ -163,11 +164,11 @@ def identity(header):
 
 
 def layout(file):
-    """Return the header of a file, the streams of its tensors, and the kinds of coding that its version has."""
+    """Return the header of a file, the streams of its tensors, and the checksum in hexadecimal digits."""
     check(len(file) >= 56, "at least 56 bytes")
     check(file[:8] == MAGIC == file[-8:], "magic")
     (version,) = struct.unpack("<Q", file[8:16])
-    check(version in KINDS, "format version")
+    check(version == 1, "format version")
     stored_size, size = struct.unpack("<QQ", file[-40:-24])
     begin = len(file) - 40 - stored_size
     check(begin >= 16, "a header within the file")
@@ -175,12 +176,14 @@ def layout(file):
     check(blake3(file[:16] + stored).digest()[:16] == file[-24:-8], "checksum")
     check(size <= 16 * stored_size, "a header within the limit")
     header = json.loads(stored if size == stored_size else frame(stored, size))
+    check(header["requires"] == [], "no feature beyond version 1")
     streams, at = [], 16
     for entry in header["tensors"]:
+        check(sum(entry.get("segments", [entry["size"]])) == entry["size"], "segments that make up a stream")
         streams.append(file[at : at + entry["size"]])
         at += entry["size"]
     check(at == begin, "the sizes of the streams")
-    return header, streams, KINDS[version]
+    return header, streams, file[-24:-8].hex()
 
 
 def tensor_of(entry, stream, parent, tensor_named):

@@ -174,7 +174,7 @@ def apart(saves, options, run):
         "step": step,
         "wrong": wrong,
         "differs": sorted(entry.name for entry in header.entries if entry.name.startswith("ranks.")),
-        "sharded": header.parts is not None,
+        "sharded": bool(header.parts),
         "noted": any("differ between ranks" in note for note in record.notes),
     }
 

@@ -1,17 +1,15 @@
 """Sharded checkpoints, written by one process part by part."""
 
-from dataclasses import replace
-
 import torch
 
 from dynaquant.engine.forms.stored import cut
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import Parent
-from dynaquant.store.layout import Place, part_name
-from dynaquant.store.sharded_writing import Plan, ShardedTensor, boxes_in_part, second_of, sharded_header, write_part
-from dynaquant.store.writing import Base
+from dynaquant.store.layout import Place, Plan
+from dynaquant.store.writing import Checkpoint, base_of_boxes, planned, second_of, write_part
 
 
 def by_rows(shape, parts):
@@ -45,26 +43,23 @@ def plan_of(tensors, labels, places_of, parts):
         layout = tuple(places_of(tuple(stored.shape), parts))
         index = layouts.setdefault(layout, len(layouts))
         label = labels.get(name, Label("exact"))
-        found.append(ShardedTensor(name, label, stored.dtype, stored.shape, index, second_of(stored)))
+        found.append(planned(name, label, dtype_name(stored.dtype), stored.shape, index, second_of(stored)))
     return Plan(tuple(found), tuple(layouts), parts)
 
 
 def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, labels=None):
-    """Commit stored tensors as a sharded checkpoint."""
+    """Commit stored tensors as a checkpoint in parts."""
     plan = plan_of(tensors, labels or {}, places_of, parts)
-    draft, folder = run.begin_parts(step)
-    if parent is not None:
-        draft = replace(draft, parent=Parent(parent.header.step, parent.header.identity))
-    draft = replace(draft, tree={"dict": [["model", state_dict_tree(tensors)]]})
+    above = None if parent is None else Parent(parent.header.step, parent.header.identity)
+    draft = run.begin(step, above, parts=True)
+    tree = {"dict": [["model", state_dict_tree(tensors)]]}
     written = []
     for number in range(parts):
-        boxes = {(t.name, box): cut(tensors[t.name], box) for t, box in plan.boxes[number]}
-        base = None
-        if parent is not None:
-            base = Base.of_boxes(draft.parent, boxes_in_part(run.chain(parent), plan.boxes[number]))
-        path = folder / part_name(number)
-        written.append(write_part(path, plan.boxes[number], boxes, draft, base)[0])
-    return run.publish(sharded_header(draft, folder.name, plan, written))
+        own = plan.boxes_of(number)
+        boxes = {(entry.name, box): cut(tensors[entry.name], box) for entry, box in own}
+        base = None if parent is None else base_of_boxes(run.chain(parent), own)
+        written.append(write_part(run.parts_folder, own, boxes, draft, base)[0])
+    return run.publish(draft, Checkpoint(step, tree, {}, {}), plan=plan, parts=written)[0]
 
 
 def random_state(seed=0, rows=12):

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 import dynaquant as dq
 from dynaquant.restore import restorer
-from dynaquant.saving import sharded_commit
+from dynaquant.saving import commit_stage
 from dynaquant.store import commit
+from dynaquant.store.chain import part_paths
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointWriter
 from dynaquant.store.run import Run
@@ -179,9 +180,9 @@ def resuming(ranks, _, report, options=None, saves=2):
     """Restore the newest, compare it with what a process of its own reads, and save twice."""
     training = Training(ranks, **{"quality": "lossless", **(options or {})})
     start = training.ckpt.restore()
-    left = sorted(path.name for path in FOLDER.glob("*.tmp"))
-    folders = {path.name for path in FOLDER.glob("parts-*")}
-    left += sorted(folders - {file.header.parts.folder for file in Run(FOLDER).files()[0] if file.header.parts})
+    left = sorted(path.name for path in FOLDER.rglob("*.tmp"))
+    parts = {path.stem for path in (FOLDER / "parts").glob("*.dqc")}
+    left += sorted(parts - {part.address for file in Run(FOLDER).files()[0] for part in file.header.parts})
     report(["restored", start, [str(error) for error in training.ckpt.skipped], left])
     stored = dq.load(FOLDER, start)
     wanted = {f"model.{name}": tensor for name, tensor in stored["model"].items()}
@@ -281,8 +282,7 @@ def slow(found):
 
 def damage(name, _, report):
     """Damage a part of step 2, or delete it."""
-    folder = FOLDER / Run(FOLDER).file(2).header.parts.folder
-    path = folder / "part-00001.dqc"
+    path = part_paths(Run(FOLDER).file(2))[1]
     if name == "missing":
         path.unlink()
     else:
@@ -296,17 +296,17 @@ PRUNES = {"quality": "lossless", "keep": dq.Keep(last=2, keyframe_every=4)}
 SAVES = {  # the failing rank of three, and its fault during a save
     "writes": (1, partial(before, CheckpointWriter, "finish", killed)),
     "rank 0 writes": (0, partial(before, CheckpointWriter, "finish", killed)),
-    "has written": (2, partial(after, sharded_commit, "write_part", killed)),
+    "has written": (2, partial(after, commit_stage, "write_part", killed)),
     "before the commit": (0, partial(rename_of, 2, killed, "before")),
     "after the commit": (0, partial(rename_of, 2, killed, "after")),
-    "begins": (0, partial(before, WritableRun, "begin_parts", killed)),
+    "begins": (0, partial(before, WritableRun, "begin", killed)),
 }
 PRUNING = {  # the same while step 4 is saved, and retention re-codes a delta and deletes the step before
     "re-codes": (0, partial(before, commit, "write_part", killed)),
     "re-codes its second part": (0, partial(before, commit, "write_part", killed, 2)),
-    "has re-coded": (0, partial(after, WritableRun, "recode_parts", killed)),
+    "has re-coded": (0, partial(after, WritableRun, "recode", killed)),
     "deletes": (0, partial(before, WritableRun, "delete_unneeded", killed, 3)),
-    "waits for retention": (1, partial(after, sharded_commit, "write_part", killed)),
+    "waits for retention": (1, partial(after, commit_stage, "write_part", killed)),
 }
 RESTORES = {
     "reads": (1, partial(before, restorer, "load_shards", killed)),
@@ -324,7 +324,7 @@ def hangs(ranks, rank, report):
         report(["hangs"])
         time.sleep(10 * LIMIT)
 
-    saving(ranks, 1, partial(before, sharded_commit, "write_part", forever), rank, report)
+    saving(ranks, 1, partial(before, commit_stage, "write_part", forever), rank, report)
 
 
 def launches_of(scenario):

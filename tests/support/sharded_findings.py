@@ -51,7 +51,7 @@ def loaded(run, model, optimizer):
     parts = Run(run).files()[0][-1].header.parts
     return {
         "same": same({name: state.get(name, torch.zeros(0)) for name in wanted}, wanted),
-        "parts": 0 if parts is None else len(list((run / parts.folder).iterdir())),
+        "parts": len(parts),
         "extras": [len(tensor) for tensor in stored.get("extra", {}).get("queue", [])],
     }
 
@@ -400,7 +400,7 @@ def frozen_replicas(run):
             with torch.no_grad():
                 model[1].weight.mul_(1.01)
             ckpt.save(step).result()
-    return {"frozen": len(list(run.glob("frozen-*"))), "parts": len(list(run.glob("parts-*")))}
+    return {"frozen": len(list(run.glob("frozen-*"))), "parts": len(list(run.glob("parts/*")))}
 
 
 SCENARIOS = {

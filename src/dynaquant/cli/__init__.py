@@ -68,6 +68,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
         maintain.branch: "branch runs/gpt best runs/other",
         maintain.compact: "compact runs/gpt --keyframe-every 8",
         maintain.prune: "prune runs/gpt --keep-last 3 --keep-every 1000",
+        maintain.convert_run: "convert-run runs/gpt",
     },
 }
 """The commands in the order of the help, each with an example."""

@@ -39,6 +39,7 @@ from torch.futures import Future
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
 from dynaquant.interop.dcp_folder import nested
 from dynaquant.interop.dcp_roles import source_of
@@ -49,17 +50,10 @@ from dynaquant.saving.memory import Memory
 from dynaquant.state.flatten import flatten
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header, Parent, is_step
-from dynaquant.store.layout import Layout, PartFile, Place, box_name, part_name
+from dynaquant.store.entry import Entry
+from dynaquant.store.layout import Layout, PartFile, Place, Plan, box_name
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
-from dynaquant.store.sharded_writing import (
-    Plan,
-    ShardedTensor,
-    WrittenPart,
-    second_of,
-    sharded_header,
-    write_part,
-)
-from dynaquant.store.writing import Base
+from dynaquant.store.writing import Base, Checkpoint, WrittenPart, planned, second_of, write_part
 
 log = logging.getLogger("dynaquant")
 CheckpointId = str | os.PathLike[str] | None
@@ -67,9 +61,9 @@ CheckpointId = str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class _Commit:
-    """What the coordinator tells each process: the draft of the header, the folder for parts, this process's number.
+    """What the coordinator tells each process: the draft of the manifest, the folder for parts, this process's number.
 
-    parts, shapes: of the parent: identities of its parts, shapes of its tensors.
+    parts, shapes: of the parent: addresses of its parts, shapes of its tensors.
     """
 
     draft: Header
@@ -120,6 +114,7 @@ class StorageWriter(_StorageWriter):
         self._id: CheckpointId = None
         self._held = ExitStack()  # the run's lock, on the coordinator, from planning to the end
         self._base: Base | None = None  # the boxes that this process wrote last
+        self._address = ""  # of the part with them
         self._last: Parent | None = None  # on the coordinator: the checkpoint that was committed last
         self._memories: dict[int, Memory] = {}  # of the tensors that are compressed together, by their number
         self._commit: _Commit | None = None  # on the coordinator
@@ -151,9 +146,9 @@ class StorageWriter(_StorageWriter):
             step = self._step()
             if self._run.path(step).exists():
                 self._warn(prepare_replacement(self._run, step, self._retention))
-            draft, folder = self._run.begin_parts(step)
-            self._held.callback(self._run.abandon_parts, folder)
-            self._commit = self._begun(draft, folder)
+            draft = self._run.begin(step, None, parts=True)
+            self._held.callback(self._run.abandon)
+            self._commit = self._begun(draft, self._run.parts_folder)
         except BaseException:
             self.close()
             raise
@@ -182,16 +177,15 @@ class StorageWriter(_StorageWriter):
         if self._last is None or not self._can_be_parent(self._last, draft.step):
             return _Commit(draft, folder)
         parent = self._run.file(self._last.step)
-        assert parent.header.parts is not None
         return _Commit(
             replace(draft, parent=self._last),
             folder,
-            parts=frozenset(file.identity for file in parent.header.parts.files),
+            parts=parent.header.summary.parts,
             shapes={entry.name: entry.shape for entry in parent.header.entries},
         )
 
     def _can_be_parent(self, parent: Parent, step: int) -> bool:
-        return can_be_parent(self._run, Base(parent, {}, {}), step, self._retention, ())
+        return can_be_parent(self._run, parent, step, self._retention, ())
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes:
@@ -210,9 +204,9 @@ class StorageWriter(_StorageWriter):
 
     def _write_part(self, items: Sequence[WriteItem], planner: SavePlanner, commit: _Commit) -> list[WriteResult]:
         # Only boxes of the parent: a save in between may have failed on another process.
-        base = self._base if self._base is not None and self._base.parent.identity in commit.parts else None
+        base = self._base if self._base is not None and self._address in commit.parts else None
         boxes: dict[tuple[str, Box], StoredTensor] = {}
-        own: list[tuple[ShardedTensor, Box]] = []
+        own: list[tuple[Entry, Box]] = []
         ordered: list[WriteItem] = []
         memories: dict[int, Memory] = {}
         for number, group in enumerate(_one_box_of_each(items)):
@@ -225,10 +219,11 @@ class StorageWriter(_StorageWriter):
                 stored = boxes[name, box] = found.assembled.tensors[name]
                 if base is not None and commit.shapes.get(name) != _shape_of(item):
                     base = _without(base, box_name(name, box))
-                own.append((ShardedTensor(name, found.labels[name], stored.dtype, stored.shape, 0), box))
+                own.append((planned(name, found.labels[name], dtype_name(stored.dtype), stored.shape, 0), box))
                 ordered.append(item)
         draft = commit.draft if base is not None else replace(commit.draft, parent=None)
-        written, self._base = write_part(commit.folder / part_name(commit.part), own, boxes, draft, base)
+        written, self._base = write_part(commit.folder, own, boxes, draft, base)
+        self._address = written.file.address
         self._memories = memories
         return [
             WriteResult(
@@ -256,8 +251,8 @@ class StorageWriter(_StorageWriter):
             boxes = {index: stored for index, stored in found.items() if isinstance(stored, _WrittenBox)}
             plain = {index.fqn: stored.value for index, stored in found.items() if isinstance(stored, _Plain)}
             plan, written = _plan_of(metadata, boxes)
-            draft = replace(commit.draft, tree=_tree_of(metadata, plain), record={"format": "dcp"})
-            file = self._run.publish(sharded_header(draft, commit.folder.name, plan, written))
+            checkpoint = Checkpoint(commit.draft.step, _tree_of(metadata, plain), {}, {}, {"format": "dcp"})
+            file, _ = self._run.publish(commit.draft, checkpoint, plan=plan, parts=written)
             self._last = Parent(file.header.step, file.header.identity)
             self._warn(prune(self._run, self._retention))
         finally:
@@ -369,11 +364,11 @@ def _plan_of(metadata: Metadata, boxes: Mapping[MetadataIndex, _WrittenBox]) -> 
         # An empty box, or one that is stored exactly, says nothing about the others.
         second = max((stored.second for stored in of_boxes), default="")
         label = max(of_boxes, key=lambda stored: stored.size).label
-        tensors.append(ShardedTensor(name, label, entry.properties.dtype, entry.size, layout, second))
+        tensors.append(planned(name, label, dtype_name(entry.properties.dtype), entry.size, layout, second))
     plan = Plan(tuple(tensors), tuple(layouts), len(files))
     written = []
-    for number, own in enumerate(plan.boxes):
-        found = [stored_at[tensor.name, box] for tensor, box in own]
+    for number in range(plan.parts):
+        found = [stored_at[tensor.name, box] for tensor, box in plan.boxes_of(number)]
         written.append(
             WrittenPart(
                 files[number],

@@ -29,7 +29,6 @@
 - ``replicas.py``: shares the writing among ranks that all hold the whole state
 - ``timing.py``: seconds of each stage
 - ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does
-- ``sharded_commit.py``: the same of several ranks: every rank writes a part
 - ``background.py``: the writing thread
 - ``record.py``: sizes, quality, configuration and time of a save
 - ``log_to.py``: sends records to the log, to TensorBoard or to a function

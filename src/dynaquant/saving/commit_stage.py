@@ -1,92 +1,138 @@
-"""Writes checkpoints to a run in the background: chooses the parent, commits, prunes, reports. Runs on rank 0."""
+"""Writes checkpoints to a run in the background: chooses the parent, commits, prunes, reports.
+
+It runs in the writing threads of all ranks, and communicates over a group of its own. Rank 0 decides and reports. If
+the state is divided, every rank writes its part; otherwise rank 0 writes all, and no other rank takes part.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from dynaquant.errors import CheckpointError
+from dynaquant.ranks.group import Group
 from dynaquant.saving.background import BackgroundWriter
+from dynaquant.saving.division import Division
 from dynaquant.saving.log_to import in_one_line
+from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.record import Record, record_of
 from dynaquant.saving.timing import timed
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.container import CheckpointFile
+from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
-from dynaquant.store.writing import Base
+from dynaquant.store.writing import Base, Checkpoint, WrittenPart, write_part
 
 log = logging.getLogger("dynaquant")
 
 
 class CommitStage:
-    """Writes the checkpoints of one training, one at a time, in a thread of its own.
+    """Writes the checkpoints of one training, one at a time, in a thread of every rank.
 
-    damaged: steps whose files do not decode; a restore adds to this set. log_to: called after every commit.
-    release_run: called in the thread after the last write.
+    group: for this object alone, since its threads run beside those that train. damaged: steps whose files do not
+    decode; a restore adds to this set. log_to: called after every commit. release_run: called in the thread after the
+    last write.
     """
 
     def __init__(
         self,
         run: WritableRun,
+        group: Group,
         retention: Retention,
         damaged: set[int],
         log_to: Callable[[Record], Any] | None,
         release_run: Callable[[], Any],
     ) -> None:
-        self._run, self._retention = run, retention
+        self._run, self._group, self._alone, self._retention = run, group, Group(alone=True), retention
         self._damaged, self._log_to = damaged, log_to
         self.base: Base | None = None
         """The checkpoint that was written or restored last. The next delta is conditioned on it."""
+        self._own_base: Base | None = None  # the same, if this rank has written a part of it: its boxes by name
         self.size_factor = 1.0
         """Bytes that the weights of deltas take, relative to their predicted size."""
         self.thread = BackgroundWriter[Record](self, release_run)
 
-    def begin(self, checkpoint: Any, predicted: float | None) -> Future[Record]:
-        """Begin to write a checkpoint. The previous write must be done. predicted: bytes of its weights."""
-        return self.thread.hand_over(partial(self._write, checkpoint, predicted))
+    def begin(self, checkpoint: Checkpoint, division: Division | None, predicted: float | None) -> Future[Record]:
+        """Begin to write a checkpoint. The previous write must be done.
 
-    def _write(self, checkpoint: Any, predicted: float | None) -> Record:
+        division: what each rank writes; None if rank 0, which calls this alone, writes all. predicted: bytes of its
+        weights.
+        """
+        return self.thread.hand_over(partial(self._write, checkpoint, division, predicted))
+
+    def _write(self, checkpoint: Checkpoint, division: Division | None, predicted: float | None) -> Record:
+        group = self._alone if division is None else self._group
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
-            file, notes = self._commit(checkpoint)
-        record = self._record(checkpoint, file, seconds, notes)
+            file, notes = self._commit(checkpoint, division, group)
+        found = on_rank_zero(lambda: None if file is None else record_of(file, seconds, notes), group)
+        record = group.from_rank_0(found)
+        assert record is not None
         if predicted and not record.keyframe and "weight" in record.roles:
             self.size_factor *= (record.roles["weight"].stored or predicted) / predicted
-        if file is not None:  # this rank has written the checkpoint, or the file that refers to all parts
+        if file is not None:  # this rank has written the manifest
             log.info(in_one_line(record))
             self._report(record)
         return record
 
-    def _commit(self, checkpoint: Any) -> tuple[CheckpointFile | None, list[str]]:
-        """Commit a checkpoint and delete what is not kept. Returns its file, and notes for the record."""
-        parent = self._parent_for(checkpoint.step)
-        notes = self._make_room(checkpoint.step)
-        file, self.base = self._run.commit(checkpoint, parent)
-        self._damaged.discard(checkpoint.step)
-        return file, notes + self._prune(checkpoint.step)
+    def _commit(
+        self, checkpoint: Checkpoint, division: Division | None, group: Group
+    ) -> tuple[CheckpointFile | None, list[str]]:
+        """Commit a checkpoint and delete what is not kept. Returns its file, on rank 0, and notes for the record.
 
-    def _record(
-        self,
-        checkpoint: Any,  # noqa: ARG002
-        file: CheckpointFile | None,
-        seconds: dict[str, float],
-        notes: list[str],
-    ) -> Record:
-        assert file is not None
-        return record_of(file, seconds, notes)
+        If this fails on one rank it fails on all, and the run is as before.
+        """
+        step, run = checkpoint.step, self._run
+        prepared = on_rank_zero(lambda: (self._parent_for(step), self._make_room(step)), group)
+        parent, notes = prepared or (None, [])
+        draft = group.from_rank_0(on_rank_zero(lambda: run.begin(step, parent, parts=division is not None), group))
+        assert draft is not None
+        base = self.base if self.base is not None and self.base.parent == draft.parent else None
+        try:
+            part = group.run_on_all_ranks(lambda: self._write_part(checkpoint, division, base, draft))
+            # Ranks of a divided model have quantized all tensors, each its part, so rank 0 knows how all are stored.
+            seconds = {} if division is None or division.shards.divided else checkpoint.seconds
+            gathered = group.gather_to_rank_0((None if part is None else part[0], seconds))
+            publish = partial(_published, run, draft, checkpoint, base, division, gathered)
+            published = on_rank_zero(publish, group)
+        except BaseException:
+            if group.rank == 0:
+                run.abandon()
+            raise
+        self._damaged.discard(step)
+        file = None if published is None else published[0]
+        if division is None:
+            self.base, self._own_base = None if published is None else published[1], None
+        else:
+            committed = Parent(step, group.from_rank_0("" if file is None else file.header.identity))
+            own = Base(committed, {}, {}) if part is None else replace(part[1], parent=committed)
+            self.base = self._own_base = own
+        return file, notes + (on_rank_zero(lambda: self._prune(step), group) or [])
+
+    def _write_part(
+        self, checkpoint: Checkpoint, division: Division | None, base: Base | None, draft: Header
+    ) -> tuple[WrittenPart, Base] | None:
+        """Write this rank's part. Returns None if it has nothing to write, or if all lies in the manifest's file."""
+        if division is None or (number := division.parts.get(self._group.rank)) is None:
+            return None
+        own = division.plan(checkpoint.labels, checkpoint.seconds).boxes_of(number)
+        beside = base if base is None or base is self._own_base else division.base_of_part(base)
+        return write_part(self._run.parts_folder, own, division.boxes(checkpoint.tensors), draft, beside)
 
     def _make_room(self, step: int) -> list[str]:
         """Re-code what depends on a checkpoint that is to be replaced, and keep it if it is named. Returns notes."""
         return prepare_replacement(self._run, step, self._retention) if self._run.path(step).exists() else []
 
-    def _parent_for(self, step: int) -> Base | None:
+    def _parent_for(self, step: int) -> Parent | None:
         """Return the last checkpoint if it can be the parent; None if the next checkpoint must be a keyframe."""
         if self.base is None:
             return None
-        fits = can_be_parent(self._run, self.base, step, self._retention, self._damaged)
-        return self.base if fits else None
+        fits = can_be_parent(self._run, self.base.parent, step, self._retention, self._damaged)
+        return self.base.parent if fits else None
 
     def _prune(self, step: int) -> list[str]:
         try:
@@ -101,3 +147,40 @@ class CommitStage:
                 self._log_to(record)
             except Exception as error:
                 log.warning("step %d is saved, but log_to failed: %r", record.step, error)
+
+
+def _published(
+    run: WritableRun,
+    draft: Header,
+    checkpoint: Checkpoint,
+    base: Base | None,
+    division: Division | None,
+    gathered: list[tuple[WrittenPart | None, Mapping[str, str]]],
+) -> tuple[CheckpointFile, Base]:
+    """Publish the manifest. gathered: of all ranks, the part that each has written, and ``Checkpoint.seconds``."""
+    if division is None:
+        return run.publish(draft, checkpoint, base)
+    seconds = dict(checkpoint.seconds)
+    for _, more in gathered:
+        seconds |= more
+    plan, written = division.plan(checkpoint.labels, seconds), [part for part, _ in gathered if part is not None]
+    if [len(part.hashes) for part in written] != [len(plan.boxes_of(number)) for number in range(plan.parts)]:
+        raise CheckpointError(f"{run.folder}: ranks have written other tensors than rank 0 has planned")
+    return run.publish(draft, checkpoint, plan=plan, parts=written)
+
+
+def stage_for(
+    ranks: int,
+    run: WritableRun,
+    retention: Retention,
+    damaged: set[int],
+    log_to: Callable[[Record], Any] | None,
+    at_end: ExitStack,
+) -> CommitStage:
+    """Return the commit stage of a training with that many ranks. Collective.
+
+    at_end: closed in the writing thread after the last write. For the others, see ``CommitStage``.
+    """
+    group = Group(alone=ranks == 1)
+    at_end.callback(group.close)
+    return CommitStage(run, group, retention, damaged, log_to, at_end.close)

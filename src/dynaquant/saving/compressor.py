@@ -34,7 +34,7 @@ from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare
 from dynaquant.search.decision import Decision
 from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.search.metric import UserMetric
-from dynaquant.store.sharded_writing import second_of
+from dynaquant.store.writing import second_of
 
 
 class Compressor:

@@ -13,15 +13,20 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.stored import cut
+from dynaquant.engine.label import Label
 from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
 from dynaquant.methods.named import METHODS
 from dynaquant.options import Keep, Quality
 from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, ranks_of_one_copy
 from dynaquant.ranks.group import Group
-from dynaquant.store.layout import Layout, Place
+from dynaquant.store.layout import Layout, Place, Plan, box_name
+from dynaquant.store.writing import Base, planned
 from dynaquant.training.objects import MAIN
 
 Writers = tuple[tuple[int, Shard], ...]
@@ -81,6 +86,53 @@ class Division:
     @property
     def _distinct(self) -> list[Writers]:
         return list({id(writers): writers for writers in self.writers.values()}.values())
+
+    def plan(self, labels: Mapping[str, Label], seconds: Mapping[str, str]) -> Plan:
+        """Return which part holds which boxes. The same on all ranks.
+
+        seconds: names of the tensors that others must be decoded after.
+        """
+        numbers, layouts = self.layouts
+        entries = tuple(
+            planned(
+                name,
+                labels[name],
+                dtype_name(self.local[name].dtype),
+                self.shards.of(name, self.local[name]).shape,
+                number,
+                seconds.get(name, ""),
+            )
+            for name, number in numbers.items()
+        )
+        return Plan(entries, layouts, len(self.parts))
+
+    def boxes(self, stored: Mapping[str, StoredTensor]) -> dict[tuple[str, Box], StoredTensor]:
+        """Return the boxes that this rank writes. stored: what it holds of tensors; others are left out."""
+        found = {}
+        for name, tensor in stored.items():
+            if name not in self.writers or not self.writes(name):
+                continue
+            shard = self.shards.of(name, self.local[name])
+            if tensor.shape != shard.local_shape:
+                continue
+            for box, local in shard.boxes:
+                found[name, box] = cut(tensor, local)
+            if not shard.boxes and not shard.shape.numel():
+                found[name, boxes_of(shard)[0]] = tensor
+        return found
+
+    def base_of_part(self, base: Base) -> Base:
+        """Return the base of this rank's part: boxes by their name there. base: a restored checkpoint.
+
+        A tensor that had another shape is none of the present one's.
+        """
+        alike = {
+            name: stored
+            for name, stored in base.tensors.items()
+            if name in self.local and base.shapes.get(name) == self.shards.of(name, self.local[name]).shape
+        }
+        boxes = self.boxes(alike)
+        return Base.of_boxes(base.parent, {box_name(name, box): stored for (name, box), stored in boxes.items()})
 
 
 def boxes_of(shard: Shard) -> list[Box]:

@@ -1,7 +1,7 @@
 """The parts of a save that only rank 0 does.
 
 Every rank captures its state, takes part in the search, and comes to the same decision. Rank 0 alone holds the run for
-writing. It also assembles the tensors and writes the file, unless all ranks write parts (``sharded_commit.py``). The
+writing. It also assembles the tensors and writes the file, unless all ranks write parts (``commit_stage.py``). The
 other ranks contribute the states of their random number generators.
 """
 

@@ -22,7 +22,6 @@ from dynaquant.saving.memory import Memory
 from dynaquant.saving.rank_zero import keep_earlier_training, written_by_rank_zero
 from dynaquant.saving.record import Record, json_of
 from dynaquant.saving.schedule import Schedule
-from dynaquant.saving.sharded_commit import ShardedCheckpoint
 from dynaquant.saving.source import Source
 from dynaquant.saving.timing import timed
 from dynaquant.saving.training_source import TrainingSource
@@ -196,17 +195,7 @@ class Saver:
         record["moments_corrected"] = self._corrections.count
         if exact_weights and compressed.assembled.lossless_copy is not None:
             record[EXACT_WEIGHTS] = True
-        if (writers := compressed.writers) is not None:
-            part = ShardedCheckpoint(
-                step,
-                captured.tree,
-                compressed.assembled.tensors,
-                compressed.labels,
-                writers,
-                compressed.assembled.seconds,
-                record,
-            )
-            return self._writer.begin(part, decision.predicted)
+        writers = compressed.writers
         checkpoint = Checkpoint(
             step,
             captured.tree,
@@ -215,10 +204,11 @@ class Saver:
             record,
             coder=self._compressor.method.coder,
             lossless_copy=compressed.assembled.lossless_copy,
-            frozen=source.frozen,
+            frozen=source.frozen if writers is None else (),
+            seconds=compressed.assembled.seconds,
         )
-        begin = partial(self._writer.begin, checkpoint, decision.predicted)
-        return written_by_rank_zero(step, record, begin, self._group)
+        begin = partial(self._writer.begin, checkpoint, writers, decision.predicted)
+        return begin() if writers is not None else written_by_rank_zero(step, record, begin, self._group)
 
 
 def _typical_seconds(seconds: Mapping[str, float], decision: Decision, typical: float) -> float:

@@ -6,7 +6,8 @@ The files, in reading order:
 - ``flock.py``: locks that the system drops when a process dies
 - ``atomic_files.py``: writes a file or folder atomically; deletes the temporary files of killed processes
 - ``entry.py``: what a header says about one tensor
-- ``layout.py``: the parts of a sharded checkpoint, and where the boxes of its tensors are
+- ``features.py``: what a reader must know to read a file
+- ``layout.py``: the parts of a checkpoint, and where the boxes of its tensors are
 - ``content.py``: reads any part of an open file, on a disk or in memory
 - ``container.py``: one checkpoint file
 - ``memory.py``: an error that says how much memory a tensor needs
@@ -15,9 +16,8 @@ The files, in reading order:
 - ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files
 - ``reading.py``: decodes tensors, or boxes of them, from a file, its parts and its parents
 - ``in_order.py``: several tensors at a time, in their order
-- ``writing.py``: encodes a checkpoint to a file, and verifies the file
+- ``writing.py``: encodes a checkpoint, or a part of one, to a file, and verifies the file
 - ``single_file.py``: writes a checkpoint file outside of runs
-- ``sharded_writing.py``: writes the parts of a sharded checkpoint
 - ``listing.py``: lists the checkpoint files in a folder
 - ``lossless_copies.py``: names and opens lossless copies
 - ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder
@@ -28,5 +28,6 @@ The files, in reading order:
 - ``pointers.py``: files outside of a run that stand for its checkpoints
 - ``verifying.py``: finds damage in a checkpoint or a run
 - ``retention.py``: decides which checkpoints to keep; deletes the others
+- ``version_4.py``: converts runs of format version 4
 - ``recoding.py``: re-codes a run in chains of another length; starts a new run from a checkpoint of another one
 """

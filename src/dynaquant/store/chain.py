@@ -17,7 +17,7 @@ from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, Parent, is_missing, open_if_exists
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import Parts
+from dynaquant.store.layout import FOLDER, part_name
 
 _MOST_OPEN = 64
 """How many files of one chain are kept open. The others are opened each time they are read."""
@@ -142,32 +142,26 @@ def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
 
 
 def part_paths(file: CheckpointFile) -> list[Path]:
-    """Return the paths of the parts of a checkpoint; none if it is not sharded."""
-    parts = file.header.parts
-    return [] if parts is None else [_part_path(file, parts, number) for number in range(len(parts.files))]
-
-
-def _part_path(file: CheckpointFile, parts: Parts, number: int) -> Path:
-    return file.path.parent / parts.file_name(number)
+    """Return the paths of the parts of a checkpoint that are not in its own file."""
+    return [file.path.parent / FOLDER / part_name(part.address) for part in file.header.parts]
 
 
 def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
-    """Return a part of a sharded checkpoint. Reads its header once for each checkpoint.
+    """Return a part that is not in the checkpoint's own file. Reads its header once for each checkpoint.
 
     Raises CheckpointError if it is not there, is damaged, or is another part.
     """
     if number not in file.parts:
-        parts = file.header.parts
-        assert parts is not None
-        path = _part_path(file, parts, number)
+        wanted = file.header.parts[number]
+        path = file.path.parent / FOLDER / part_name(wanted.address)
         try:
             part = CheckpointFile(path)
         except CheckpointError as error:
             if not is_missing(error):
                 raise
             # The cause tells retention that the file cannot be read now. It may be back later.
-            raise CheckpointError(f"{file.path}: its part {path.name} is not in {path.parent.name}") from error
-        if (part.header.identity, part.size) != (parts.files[number].identity, parts.files[number].size):
+            raise CheckpointError(f"{file.path}: its part {path.name} is not in {FOLDER}") from error
+        if (part.address, part.size) != (wanted.address, wanted.size):
             raise CheckpointError(f"{path}: is not the part that {file.path.name} refers to")
         part.close()  # a checkpoint may have more parts than a process may have open files
         file.parts[number] = part

@@ -1,7 +1,7 @@
 """Atomic commits: writes checkpoints to a run, re-codes and deletes them.
 
 A file is written under a temporary name, made durable, read back and verified. Only then is it renamed. So a
-process that is killed at any point leaves the run unchanged.
+process that is killed at any point leaves the run unchanged. Parts come before the manifest, whose name is the commit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,23 +25,33 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files
 from dynaquant.store.chain import open_part
-from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent, file_version
+from dynaquant.store.container import CheckpointFile, Header, Parent, file_version
 from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
 from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
 from dynaquant.store.layout import FOLDER as PARTS
-from dynaquant.store.layout import part_name
+from dynaquant.store.layout import Plan
 from dynaquant.store.listing import SUFFIX
 from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
-from dynaquant.store.reading import Tensors
+from dynaquant.store.reading import load_all
 from dynaquant.store.run import Run
-from dynaquant.store.sharded_writing import boxes_in_part, boxes_of, plan_of, sharded_header, write_part
 from dynaquant.store.unneeded import unneeded
 from dynaquant.store.writer_lock import WriterLock, lock_for_writing
-from dynaquant.store.writing import Base, Checkpoint, coder_of, verify_written, write_checkpoint
+from dynaquant.store.writing import (
+    TEMPORARY,
+    Base,
+    Checkpoint,
+    WrittenPart,
+    base_of_boxes,
+    boxes_of,
+    coder_of,
+    plan_of,
+    with_parts,
+    write_part,
+    written_file,
+)
 
 log = logging.getLogger("dynaquant")
 
-_TEMPORARY = ".tmp"
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
 _UNKNOWN_COMMITS = 2**32
@@ -56,7 +66,7 @@ class WritableRun(Run):
         super().__init__(folder)
         self.frozen_files = FrozenFiles(self.folder)
         self._lock: WriterLock | None = None
-        self._unfinished: set[str] = set()  # names of folders whose parts are being written
+        self._parts_begun = False  # whether parts may be there that no manifest refers to yet
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -65,7 +75,7 @@ class WritableRun(Run):
         Raises CheckpointError if another process (or Checkpointer) is writing to the folder.
         """
         with lock_for_writing(self.folder) as lock:
-            for leftover in self.folder.glob(f"*{SUFFIX}{_TEMPORARY}"):
+            for leftover in (*self.folder.glob(f"*{SUFFIX}{TEMPORARY}"), *self.parts_folder.glob(f"*{TEMPORARY}")):
                 if not leftover.is_dir():
                     leftover.unlink()
             self._lock = lock
@@ -80,7 +90,7 @@ class WritableRun(Run):
 
         Whoever sees the file sees this folder. The caller deletes it; if it is killed, the next writer does.
         """
-        name = f"token-{secrets.token_hex(8)}{SUFFIX}{_TEMPORARY}"
+        name = f"token-{secrets.token_hex(8)}{SUFFIX}{TEMPORARY}"
         (self.folder / name).touch(exist_ok=False)
         return name
 
@@ -89,8 +99,57 @@ class WritableRun(Run):
         if self._lock is not None:
             self._lock.check()
 
+    @property
+    def parts_folder(self) -> Path:
+        """The folder of the parts."""
+        return self.folder / PARTS
+
     def commit(self, checkpoint: Checkpoint, base: Base | None) -> tuple[CheckpointFile, Base]:
-        """Write a checkpoint, conditioned on ``base`` (None: as a keyframe), verify it, and add it to the run.
+        """Write a checkpoint, conditioned on ``base`` (None: as a keyframe), and add it to the run (``publish``)."""
+        return self.publish(self.begin(checkpoint.step, base.parent if base else None), checkpoint, base)
+
+    def begin(self, step: int, parent: Parent | None, parts: bool = False) -> Header:
+        """Begin a commit. Returns a draft of the manifest.
+
+        parts: whether parts are written before it is published. Until then nothing refers to them, so ``abandon`` must
+        be called if the commit fails. If this process is killed, the next writer deletes them.
+        """
+        self._check_lock()
+        draft = Header(step, self._next_sequence(), parent, {}, (), {})
+        if parts:
+            self._begin_parts()
+        return draft
+
+    def _begin_parts(self) -> None:
+        try:
+            make_folder(self.parts_folder)
+        except BaseException as error:
+            add_disk_full_note(error, self.parts_folder)
+            raise
+        self._parts_begun = True
+
+    def abandon(self) -> None:
+        """Delete the parts of a commit that was begun and has failed."""
+        if not self._parts_begun:
+            return
+        self._parts_begun = False
+        with suppress(CheckpointError, OSError):  # the next writer deletes what is left
+            self._check_lock()
+            for leftover in self.parts_folder.glob(f"*{TEMPORARY}"):
+                leftover.unlink()
+            self.delete_unneeded()
+
+    def publish(
+        self,
+        draft: Header,
+        checkpoint: Checkpoint,
+        base: Base | None = None,
+        plan: Plan | None = None,
+        parts: Sequence[WrittenPart] = (),
+    ) -> tuple[CheckpointFile, Base]:
+        """Write the manifest of a checkpoint, with its tensors in the same file, and add it to the run: the commit.
+
+        draft: of ``begin``. plan, parts: if the tensors are in parts, which are all written; then the file has none.
 
         With a lossless copy, both files are written and verified first. Then the copy is renamed to its final name, and
         then the checkpoint, which completes the commit. Last, copies that are not needed any more are deleted.
@@ -100,18 +159,13 @@ class WritableRun(Run):
         any error the run is as before. One exception: if syncing the folder fails, the checkpoint is in place, and a
         note of the error says so.
         """
-        draft = Header(
-            step=checkpoint.step,
-            sequence=self._next_sequence(),
-            parent=base.parent if base else None,
-            tree=checkpoint.tree,
-            entries=(),
-            record={**checkpoint.record, LOSSLESS_COPY: None},
-        )
+        draft = replace(draft, tree=checkpoint.tree, record={**checkpoint.record, LOSSLESS_COPY: None})
         path, path_of_copy = self.path(checkpoint.step), copy_path(self.folder, draft)
         labels, frozen_tensors = checkpoint.labels, self._write_frozen(checkpoint)
         # Without frozen tensors the mapping is not copied: it may compute each tensor on look-up.
         tensors = {**checkpoint.tensors, **frozen_tensors} if frozen_tensors else checkpoint.tensors
+        if plan is not None:
+            draft, tensors = with_parts(draft, plan, parts), {}
         with ExitStack() as undo:
             copy = None
             if checkpoint.lossless_copy is not None:
@@ -137,6 +191,7 @@ class WritableRun(Run):
             replaces = path.exists()
             file = self._rename(written, path)
             undo.pop_all()
+        self._parts_begun = False
         if replaces:
             log.info("replaced step %d", checkpoint.step)
         self._summaries[file_version(path.stat())] = file.header.summary
@@ -164,77 +219,13 @@ class WritableRun(Run):
         return {entry.name: tensor_in(file, entry) for entry in file.header.entries}
 
     def delete_unneeded(self) -> None:
-        """Delete what no checkpoint needs any more, such as frozen parameters, and replaced ones without a tag."""
-        for path in unneeded(self, self._unfinished):
+        """Delete what no checkpoint needs any more: frozen parameters, parts, replaced ones without a tag."""
+        for path in unneeded(self, self._parts_begun):
             self._check_lock()
-            if path.is_dir():
-                _delete_folder(path)
-            else:
-                path.unlink()
-
-    def begin_parts(self, step: int) -> tuple[Header, Path]:
-        """Create a folder for the parts of a checkpoint. Returns a draft of its header, and the folder.
-
-        If the checkpoint is not published, ``abandon_parts`` deletes the folder. So does the next writer of the run.
-        """
-        self._check_lock()
-        draft = Header(step, self._next_sequence(), None, {}, (), {})
-        return draft, self._new_parts_folder(draft)
-
-    def _new_parts_folder(self, draft: Header) -> Path:
-        # Processes of a job that was killed may still write to their folder, so no name is used twice.
-        folder = self.folder / f"{PARTS}{draft.step:012d}-{draft.sequence:012d}-{secrets.token_hex(4)}"
-        self._unfinished.add(folder.name)
-        try:
-            make_folder(folder)
-        except BaseException as error:
-            self._unfinished.discard(folder.name)
-            add_disk_full_note(error, folder)
-            raise
-        return folder
-
-    def abandon_parts(self, folder: Path) -> None:
-        """Delete a folder whose checkpoint was not published. Does nothing if it was."""
-        if folder.name not in self._unfinished:
-            return
-        self._unfinished.discard(folder.name)
-        with suppress(CheckpointError, OSError):  # the next writer deletes what is left
-            self._check_lock()
-            _delete_folder(folder)
-
-    def publish(self, header: Header) -> CheckpointFile:
-        """Write the file of a checkpoint whose parts are all written, and add it to the run: the commit.
-
-        Replaces a checkpoint of the same step, as ``commit`` does. On any error the run is as before.
-        """
-        replaces = self.path(header.step).exists()
-        file = self._publish(header, self.path(header.step))
-        if replaces:
-            log.info("replaced step %d", header.step)
-        try:
-            self.delete_unneeded()
-        except OSError as error:
-            error.add_note(f"step {header.step} is saved; deleting parts that no checkpoint needs failed")
-            raise
-        return file
-
-    def _publish(self, header: Header, path: Path) -> CheckpointFile:
-        """Write the file of a checkpoint whose parts are all written. path: its name."""
-        assert header.parts is not None
-        temporary = path.with_name(path.name + _TEMPORARY)
-        with self._deleted_on_error(temporary, path):
-            with temporary.open("wb") as out:
-                CheckpointWriter(out).finish(header)
-            written = CheckpointFile(temporary)
-            for number in range(len(header.parts.files)):
-                open_part(written, number)
-            self.parent_of(written)
-        try:
-            file = self._rename(written, path)
-        finally:
-            if written.is_at(path):  # also if the file is in place, and only syncing its folder failed
-                self._unfinished.discard(header.parts.folder)
-        return file
+            path.unlink(missing_ok=True)
+        if not self._parts_begun:
+            with suppress(OSError):  # it is not there, or not empty
+                self.parts_folder.rmdir()
 
     def _next_sequence(self) -> int:
         """Return a higher sequence number than the run has ever had, also in files that cannot be read now.
@@ -250,23 +241,6 @@ class WritableRun(Run):
             )
         return found
 
-    def write(
-        self,
-        draft: Header,
-        tensors: Mapping[str, StoredTensor],
-        labels: Mapping[str, Label],
-        base: Base | None,
-        coder: Coder = "conditional",
-        path: Path | None = None,
-    ) -> CheckpointFile:
-        """Encode tensors, write them with the header ``draft`` and its entries, verify the file, and rename it.
-
-        path: the default is the path of the draft's step. A draft with entries is a checkpoint to be re-coded: the new
-        file must have its identity.
-        """
-        path = path or self.path(draft.step)
-        return self._rename(self._write_temporary(draft, tensors, labels, base, coder, path), path)
-
     def _write_temporary(
         self,
         draft: Header,
@@ -275,17 +249,20 @@ class WritableRun(Run):
         base: Base | None,
         coder: Coder,
         path: Path,
+        identity: str | None = None,
     ) -> CheckpointFile:
-        """Do what ``write`` does before it renames. Returns the verified file under a temporary name."""
+        """Write and verify a file under a temporary name. Returns it.
+
+        draft: the header, without the entries of ``tensors``. identity: that the file must have, if it is re-coded.
+        """
         self._check_lock()
-        temporary = path.with_name(path.name + _TEMPORARY)
+        temporary = path.with_name(path.name + TEMPORARY)
         with self._deleted_on_error(temporary, path):
-            with temporary.open("wb") as out:
-                write_checkpoint(out, draft, tensors, labels, base, coder, again=bool(draft.entries))
-            written = CheckpointFile(temporary)
-            if draft.entries and written.header.identity != draft.identity:
+            written = written_file(temporary, draft, tensors, labels, base, coder, again=identity is not None)
+            if identity not in (None, written.header.identity):
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
-            verify_written(written, tensors, base)
+            for number in range(len(written.header.parts)):
+                open_part(written, number)
             self.parent_of(written)
         return written
 
@@ -315,58 +292,42 @@ class WritableRun(Run):
 
     def recode(
         self,
-        file: CheckpointFile,
-        tensors: Tensors,
-        base: Base | None,
-        record: dict[str, Any] | None = None,
-        path: Path | None = None,
-    ) -> CheckpointFile:
-        """Re-code a checkpoint of this run or another one: the same values, conditioned on ``base``.
-
-        tensors: as loaded from its file. record: replaces the record of the file. path: of the new file, by default the
-        name of the present one. A sharded checkpoint keeps its boxes.
-        """
-        path = path or self.folder / file.path.name
-        if file.header.parts is not None:
-            above = None if base is None else self.chain(self.file(base.parent.step))
-            return self.recode_parts(Run(file.path.parent).chain(file), above, record, path)
-        labels = {entry.name: entry.label for entry in file.header.entries}
-        draft = replace(file.header, parent=base.parent if base else None, record=record or file.header.record)
-        return self.write(draft, tensors, labels, base, coder_of(file), path)
-
-    def recode_parts(
-        self,
         chain: list[CheckpointFile],
         base: list[CheckpointFile] | None,
         record: dict[str, Any] | None = None,
         path: Path | None = None,
     ) -> CheckpointFile:
-        """Re-code the parts of a sharded checkpoint into a new folder, one by one, then the file that refers to them.
+        """Re-code a checkpoint of this run or another one: the same values in the same boxes, on another parent.
 
-        chain: ``Run.chain`` of the checkpoint. base: that of the checkpoint that it is to be conditioned on; None for a
-        keyframe. record, path: as for ``recode``. Holds one part at a time.
+        chain: ``Run.chain`` of the checkpoint. base: that of the new parent; None for a keyframe. record: replaces the
+        record of the file. path: of the new file, by default the name of the present one. Holds one part at a time.
         """
         file, above = chain[0], None if base is None else base[0].header
-        plan = plan_of(file.header)
+        plan, out = plan_of(file.header), path or self.folder / file.path.name
         parent = None if above is None else Parent(above.step, above.identity)
         draft = replace(file.header, parent=parent, record=record or file.header.record)
-        folder = self._new_parts_folder(draft)
+        labels = {entry.name: entry.label for entry in file.header.entries}
+        whole = [entry.name for entry in file.header.entries if entry.scheme.layout_number is None]
         try:
             written = []
-            for number, own in enumerate(plan.boxes):
-                beside = None if base is None or parent is None else Base.of_boxes(parent, boxes_in_part(base, own))
-                stored = boxes_of(chain, own)
-                written.append(write_part(folder / part_name(number), own, stored, draft, beside, again=True)[0])
-            header = sharded_header(draft, folder.name, plan, written)
-            if header.identity != file.header.identity:
-                raise CheckpointError(f"{folder}: re-coding would change the values of {file.path.name}")
-            again = self._publish(header, path or self.folder / file.path.name)
-            if path is None:
-                self.delete_unneeded()
-            return again
+            for number in range(plan.parts):
+                self._begin_parts()
+                own = plan.boxes_of(number)
+                beside = None if base is None else base_of_boxes(base, own)
+                written.append(write_part(self.parts_folder, own, boxes_of(chain, own), draft, beside, again=True)[0])
+            draft = with_parts(draft, plan, written)
+            # All of the new parent is decoded, so that nothing is conditioned on a damaged checkpoint.
+            beside = None if base is None or not whole else Base.from_loaded(base[0].header, load_all(base))
+            tensors = load_all(chain, whole)
+            again = self._write_temporary(draft, tensors, labels, beside, coder_of(file), out, file.header.identity)
+            renamed = self._rename(again, out)
         except BaseException:
-            self.abandon_parts(folder)
+            self.abandon()
             raise
+        self._parts_begun = False
+        if plan.parts and path is None:
+            self.delete_unneeded()
+        return renamed
 
     def delete(self, step: int) -> None:
         """Delete the file of a step, and its parts. The caller has made sure that no other checkpoint depends on it."""
@@ -382,12 +343,4 @@ class WritableRun(Run):
         """
         path = self.replaced_path(file.header.step, file.header.identity)
         if not path.exists():
-            self.recode(file, {} if file.header.parts else self.load(file), None, path=path)
-
-
-def _delete_folder(folder: Path) -> None:
-    """Delete a folder of parts and the parts in it. Files of others, and so the folder, stay."""
-    for path in folder.glob(f"part-*{SUFFIX}"):
-        path.unlink()
-    with suppress(OSError):
-        folder.rmdir()
+            self.recode(self.chain(file), None, path=path)

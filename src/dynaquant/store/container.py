@@ -23,12 +23,12 @@ from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.content import InMemory, OnDisk, read_at
 from dynaquant.store.entry import Entry
+from dynaquant.store.features import check_features, required_features, why_unreadable
 from dynaquant.store.files import is_reference, open_file
-from dynaquant.store.layout import Parts
+from dynaquant.store.layout import Layout, PartFile, check_layouts, parts_from_json, parts_to_json
 
-FORMAT_VERSION = 4
-"""The version that is written. Versions 1 to 3 can be read, too: they lack some schemes, and use parameter numbers as
-keys of optimizer states."""
+FORMAT_VERSION = 1
+"""The version that is written and read. A file that needs more says so in its header (``features.py``)."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
 """First and last eight bytes of a file. As in PNG, they detect a transfer that changed line endings."""
 
@@ -74,8 +74,9 @@ NOT_FINITE = "not_finite"
 class Summary:
     """A header without its large parts, enough to find a checkpoint and its parent in a run.
 
-    frozen: identities of the files of frozen parameters that it needs. parts: name of the folder of its parts. metric:
-    of the weights as stored, if it was evaluated. finite: whether no weight is infinite or NaN, as far as recorded.
+    frozen: identities of the files of frozen parameters that it needs. parts: addresses of its parts in other files.
+    metric: of the weights as stored, if it was evaluated. finite: whether no weight is infinite or NaN, as far as
+    recorded.
     """
 
     step: int
@@ -83,17 +84,18 @@ class Summary:
     identity: str
     parent: Parent | None
     frozen: frozenset[str] = frozenset()
-    parts: str | None = None
+    parts: frozenset[str] = frozenset()
     metric: float | None = None
     finite: bool = True
 
 
 @dataclass(frozen=True)
 class Header:
-    """Everything in a checkpoint file except its streams.
+    """Everything in a checkpoint file except its streams: the manifest of the checkpoint.
 
     sequence: increases with every commit to a run; the newest checkpoint has the highest. parent: None for a keyframe.
-    tree: the JSON tree of the state (``state.flatten``). record: facts about the save. parts: of a sharded checkpoint.
+    tree: the JSON tree of the state (``state.flatten``). record: facts about the save. parts: those in other files,
+    with the layouts of the tensors there. All other tensors are in this file.
     """
 
     step: int
@@ -102,7 +104,8 @@ class Header:
     tree: Any
     entries: tuple[Entry, ...]
     record: dict[str, Any]
-    parts: Parts | None = None
+    parts: tuple[PartFile, ...] = ()
+    layouts: tuple[Layout, ...] = ()
 
     @cached_property
     def identity(self) -> str:
@@ -113,9 +116,8 @@ class Header:
     @property
     def summary(self) -> Summary:
         """Returns the header without its large parts."""
-        folder = self.parts.folder if self.parts else None
-        finite = not self.record.get(NOT_FINITE)
-        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, folder, self._metric, finite)
+        finite, parts = not self.record.get(NOT_FINITE), frozenset(part.address for part in self.parts)
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, parts, self._metric, finite)
 
     @property
     def _metric(self) -> float | None:
@@ -155,14 +157,15 @@ class CheckpointWriter:
         """Append the header. durable: wait until the file is on the disk, unless it is in memory."""
         plain = _json(
             {
+                "requires": required_features(header.entries),
                 "step": header.step,
                 "sequence": header.sequence,
                 "identity": header.identity,
-                "parent": header.parent and header.parent.to_json(),
+                "parents": [] if header.parent is None else [header.parent.to_json()],
                 "tree": header.tree,
                 "tensors": [entry.to_json() for entry in header.entries],
                 "record": header.record,
-                **({} if header.parts is None else {"parts": header.parts.to_json()}),
+                **parts_to_json(header.parts, header.layouts),
             }
         )
         stored = zstandard.ZstdCompressor(level=9).compress(plain)
@@ -171,14 +174,15 @@ class CheckpointWriter:
             stored = plain
         self._file.write(stored)
         self._file.write(
-            _TRAILER.pack(len(stored), len(plain), _checksum(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
+            _TRAILER.pack(len(stored), len(plain), checksum_of(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
         )
         self._file.flush()
         if durable and not isinstance(self._file, io.BytesIO):
             os.fsync(self._file.fileno())
 
 
-def _checksum(preamble: bytes, stored_header: bytes) -> bytes:
+def checksum_of(preamble: bytes, stored_header: bytes) -> bytes:
+    """Return the checksum of a header as it is stored, 16 bytes."""
     return blake3(preamble + stored_header).digest(length=16)
 
 
@@ -210,7 +214,9 @@ class CheckpointFile:
         self.frozen: dict[str, CheckpointFile] = {}
         """The opened files of frozen parameters that it needs, by identity (``frozen_files.open_frozen``)."""
         self.parts: dict[int, CheckpointFile] = {}
-        """The opened parts of a sharded checkpoint, by number (``chain.open_part``)."""
+        """The opened parts in other files, by number (``chain.open_part``)."""
+        self.address = ""
+        """The checksum of its header, 32 hexadecimal digits. A part's file is named by it."""
         self._version: FileVersion | None = None
         self._open: OnDisk | InMemory | None
         if content is not None:
@@ -249,10 +255,8 @@ class CheckpointFile:
         if len(start) < _PREAMBLE.size or self.size < _PREAMBLE.size + _TRAILER.size:
             raise CheckpointError("truncated: the file ends too early")
         _, version = _PREAMBLE.unpack(start)
-        if not 1 <= version <= FORMAT_VERSION:
-            raise CheckpointError(
-                f"format version {version}, but this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
-            )
+        if version != FORMAT_VERSION:
+            raise CheckpointError(why_unreadable(version))
         file.seek(self.size - _TRAILER.size)
         stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
         if magic != MAGIC:
@@ -262,8 +266,9 @@ class CheckpointFile:
             raise CheckpointError("altered: its header would be larger than the file")
         file.seek(streams_end)
         stored = file.read(stored_size)
-        if _checksum(start, stored) != checksum:
+        if checksum_of(start, stored) != checksum:
             raise CheckpointError("altered: its header does not have the checksum that was written with it")
+        self.address = checksum.hex()
         if plain_size == stored_size:
             return stored, streams_end
         if plain_size > _MAX_HEADER_EXPANSION * stored_size:
@@ -279,19 +284,22 @@ class CheckpointFile:
     def _parse(plain: bytes) -> Header:
         try:
             data = json.loads(plain.decode("utf-8", errors="surrogatepass"), parse_constant=reject_constant)
+            check_features(data["requires"])
+            parents = [Parent.from_json(parent) for parent in data["parents"]]
+            if len(parents) > 1:
+                raise ValueError(f"it has {len(parents)} parents")
+            parts, layouts = parts_from_json(data)
             header = Header(
                 step=data["step"],
                 sequence=data["sequence"],
-                parent=None if data["parent"] is None else Parent.from_json(data["parent"]),
+                parent=parents[0] if parents else None,
                 tree=data["tree"],
                 entries=tuple(Entry.from_json(entry) for entry in data["tensors"]),
                 record=dict(data["record"]),
-                parts=Parts.from_json(data["parts"]) if "parts" in data else None,
+                parts=parts,
+                layouts=layouts,
             )
-            if header.parts is not None:
-                header.parts.check(header.entries)
-            elif any(entry.scheme.layout_number is not None for entry in header.entries):
-                raise ValueError("a tensor is stored as boxes, but there are no parts")
+            check_layouts(layouts, header.entries)
             matches = data["identity"] == header.identity
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"altered: its header cannot be parsed ({error!r})") from None
@@ -316,7 +324,7 @@ class CheckpointFile:
     @property
     def total_size(self) -> int:
         """Bytes of the file and of the parts of the checkpoint."""
-        return self.size + (sum(part.size for part in self.header.parts.files) if self.header.parts else 0)
+        return self.size + sum(part.size for part in self.header.parts)
 
     def close(self) -> None:
         """Close the file, to limit the number of open files. Reading a stream then opens it again.

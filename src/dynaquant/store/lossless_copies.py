@@ -15,10 +15,10 @@ from dynaquant.store.container import CheckpointFile, Header, Summary, open_if_e
 from dynaquant.store.listing import SUFFIX, checkpoint_paths
 
 LOSSLESS_COPY = "exact"
-"""Key of a record: the identity of the lossless copy, or None. Version 0.1 did not write this key."""
+"""Key of a record: the identity of the lossless copy, or None."""
 EXACT_WEIGHTS = "exact_weights"
 """Key of a record: true if the copy is exact in its weights only."""
-_NAME = re.compile(r"exact-\d{12,}(-\d{12,})?\.dqc")
+_NAME = re.compile(r"exact-\d{12,}-\d{12,}\.dqc")
 
 
 def copy_paths(folder: Path) -> list[Path]:
@@ -32,7 +32,7 @@ def copy_path(folder: Path, header: Header | Summary) -> Path:
 
 
 def has_copy(header: Header) -> bool:
-    """Whether a checkpoint was committed with a lossless copy. Version 0.1 did not record that; then False."""
+    """Whether a checkpoint was committed with a lossless copy."""
     return header.record.get(LOSSLESS_COPY) is not None
 
 
@@ -41,8 +41,6 @@ def open_copy(folder: Path, header: Header) -> CheckpointFile | None:
 
     Raises CheckpointError if the file is damaged or is the copy of another checkpoint.
     """
-    if LOSSLESS_COPY not in header.record:
-        return _open_copy_of_version_0_1(folder, header)
     if not has_copy(header):
         return None
     path = copy_path(folder, header)
@@ -50,9 +48,3 @@ def open_copy(folder: Path, header: Header) -> CheckpointFile | None:
     if copy is not None and copy.header.identity != header.record[LOSSLESS_COPY]:
         raise CheckpointError(f"{path}: is not the lossless copy that was saved with step {header.step}")
     return copy
-
-
-def _open_copy_of_version_0_1(folder: Path, header: Header) -> CheckpointFile | None:
-    """Version 0.1 named a copy by its step alone, so the file may be from another commit of that step."""
-    copy = open_if_exists(folder / f"exact-{header.step:012d}{SUFFIX}")
-    return copy if copy is not None and copy.header.sequence == header.sequence else None

@@ -23,7 +23,7 @@ from dynaquant.store import frozen_tensors
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries, open_part
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import Layout, Place, box_name, sharded_hash
+from dynaquant.store.layout import Layout, Place, box_name, layout_of, sharded_hash
 from dynaquant.store.memory import explain_out_of_memory
 
 Tensors = dict[str, StoredTensor]
@@ -184,9 +184,7 @@ class _Reader:
 
 def places_of(file: CheckpointFile, entry: Entry) -> Layout:
     """Return where the boxes of a tensor in parts are."""
-    assert file.header.parts is not None
-    assert entry.scheme.layout_number is not None
-    return file.header.parts.layouts[entry.scheme.layout_number]
+    return file.header.layouts[layout_of(entry)]
 
 
 def stored_boxes(file: CheckpointFile, entry: Entry, places: Iterable[Place] | None = None) -> list[StoredBox]:

@@ -15,8 +15,8 @@ from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.files import removing_empty_folders
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.pointers import FRAMEWORK_FOLDER
+from dynaquant.store.reading import load_all
 from dynaquant.store.run import Run
-from dynaquant.store.writing import Base
 
 
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
@@ -26,8 +26,7 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
     framework (``FRAMEWORK_FOLDER``) are copied, too, if there are any. Raises CheckpointError if the folder has
     checkpoints or such files already, or if the checkpoint cannot be decoded. On any error the folder is as before.
     """
-    new = WritableRun(folder)
-    tensors = run.load(file)
+    new, chain = WritableRun(folder), run.chain(file)
     with removing_empty_folders(folder), new.locked(), ExitStack() as undo:
         there, broken = new.summaries()
         if there or broken:
@@ -51,13 +50,13 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
                 frozen_tensors.copy_to(holder, folder)
             if copy is not None:
                 undo.callback((folder / copy.path.name).unlink, missing_ok=True)
-                new.recode(copy, run.load(copy), None)
+                new.recode(run.chain(copy), None)
             if files.is_dir():
                 undo.callback(shutil.rmtree, framework, ignore_errors=True)
                 shutil.copytree(files, framework)
             path = new.path(file.header.step)
             undo.callback(path.unlink, missing_ok=True)
-            written = new.recode(file, tensors, None, record, path)
+            written = new.recode(chain, None, record, path)
         except BaseException as error:
             error.add_note(f"nothing of the branch is left in {folder}")
             raise
@@ -73,21 +72,21 @@ def compact(run: WritableRun, keyframe_every: int) -> Iterator[int]:
     CheckpointError if a checkpoint cannot be decoded; the checkpoints before it have been re-coded.
     """
     lengths: dict[Parent, int] = {}
-    before: Base | None = None
+    before: Parent | None = None
     last = -1  # a sequence number; in a folder put together by hand, several files may share one, and none is a parent
     for summary in run.summaries()[0]:
         file = run.file(summary.step)
-        tensors = run.load(file)
         parent = file.header.parent
         base = before if last < summary.sequence else None
-        if parent is not None and (base is None or parent != base.parent):
-            older = run.chain(file)[1]  # the parent is in another line of training
-            base = Base.from_loaded(older.header, run.load(older))
-        if base is not None and lengths.get(base.parent, keyframe_every) >= keyframe_every:
+        if parent is not None and (base is None or parent != base):
+            base = parent  # it is in another line of training
+        if base is not None and lengths.get(base, keyframe_every) >= keyframe_every:
             base = None
-        if (base.parent if base else None) != parent:
-            file = run.recode(file, tensors, base)
-        before = Base.from_written(file.header, tensors, base)
-        last = summary.sequence
-        lengths[before.parent] = 1 + (lengths[base.parent] if base else 0)
+        chain = run.chain(file)
+        if base != parent:
+            run.recode(chain, None if base is None else run.chain(run.file(base.step)))
+        else:
+            load_all(chain)  # an error here is that of the checkpoint, and not of one that depends on it
+        before, last = Parent(summary.step, summary.identity), summary.sequence
+        lengths[before] = 1 + (lengths[base] if base else 0)
         yield summary.step

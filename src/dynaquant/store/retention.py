@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from dynaquant.errors import CheckpointError
 from dynaquant.options import Keep
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.container import CheckpointFile, Summary
+from dynaquant.store.container import Parent, Summary
 from dynaquant.store.run import Run
 from dynaquant.store.tags import set_tag, tags_of
 from dynaquant.store.verifying import damage
-from dynaquant.store.writing import Base
 
 log = logging.getLogger("dynaquant")
 
@@ -172,35 +171,20 @@ def _raise_if_unreadable(error: CheckpointError) -> None:
 
 
 def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None:
-    """Re-code a checkpoint so that it depends on none of ``steps``."""
-    file = run.file(step)
-    chain = run.chain(file)
-    ancestors = [other for other in chain[1:] if other.header.step not in steps]
-    if file.header.parts is not None:
-        _recode_parts(run, chain, ancestors)
-    else:
-        run.recode(file, run.load(file), _first_decodable(run, ancestors))
+    """Re-code a checkpoint so that it depends on none of ``steps``.
 
-
-def _recode_parts(run: WritableRun, chain: list[CheckpointFile], ancestors: Iterable[CheckpointFile]) -> None:
-    """Re-code a sharded checkpoint against the first ancestor that decodes, or as a keyframe."""
-    for ancestor in ancestors:
-        try:
-            run.recode_parts(chain, run.chain(ancestor))
-            return
-        except CheckpointError as error:
-            _raise_if_unreadable(error)
-    run.recode_parts(chain, None)
-
-
-def _first_decodable(run: Run, ancestors: Iterable[CheckpointFile]) -> Base | None:
-    """Return the first ancestor that decodes. The parent may be damaged in tensors that its child does not need."""
-    for ancestor in ancestors:
-        try:
-            return Base.from_loaded(ancestor.header, run.load(ancestor))
-        except CheckpointError as error:
-            _raise_if_unreadable(error)
-    return None
+    It is conditioned on the first ancestor that decodes, or becomes a keyframe. The parent may be damaged in tensors
+    that its child does not need.
+    """
+    chain = run.chain(run.file(step))
+    for ancestor in chain[1:]:
+        if ancestor.header.step not in steps:
+            try:
+                run.recode(chain, run.chain(ancestor))
+                return
+            except CheckpointError as error:
+                _raise_if_unreadable(error)
+    run.recode(chain, None)
 
 
 def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:
@@ -217,8 +201,8 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
     return [step for step in steps if step not in tagged]
 
 
-def can_be_parent(run: Run, base: Base, step: int, retention: Retention, damaged: Collection[int]) -> bool:
-    """Whether ``step`` can be conditioned on ``base``: its chain is complete and short, and it will not be deleted.
+def can_be_parent(run: Run, parent: Parent, step: int, retention: Retention, damaged: Collection[int]) -> bool:
+    """Whether ``step`` can be conditioned on ``parent``: its chain is complete and short, and it will not be deleted.
 
     damaged: steps whose files are known not to decode.
     """
@@ -227,8 +211,8 @@ def can_be_parent(run: Run, base: Base, step: int, retention: Retention, damaged
     steps = [summary.step for summary in others] + [step]
     usable = {checkpoint.step for checkpoint in lengths} | {step}
     to_delete = retention.steps_to_delete(steps, usable, _metrics(others), _diverged(others))
-    deleted = base.parent.step == step or base.parent.step in to_delete
-    return lengths.get(base.parent, longest) < longest and not deleted
+    deleted = parent.step == step or parent.step in to_delete
+    return lengths.get(parent, longest) < longest and not deleted
 
 
 def _metrics(summaries: Iterable[Summary]) -> dict[int, float]:

@@ -1,31 +1,29 @@
 """Finds what no checkpoint of a run needs.
 
-These are replaced checkpoints without a tag, lossless copies, frozen parameters and folders of parts.
+These are replaced checkpoints without a tag, lossless copies, frozen parameters and parts.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_files
 from dynaquant.store.layout import FOLDER as PARTS
+from dynaquant.store.layout import is_part_name, part_name
 from dynaquant.store.listing import checkpoint_paths
 from dynaquant.store.lossless_copies import EXACT_WEIGHTS, copy_path
 from dynaquant.store.run import Run
 from dynaquant.store.tags import tags_of
 
-_PARTS_NAME = re.compile(rf"{PARTS}\d{{12,}}-\d{{12,}}-[0-9a-f]{{8}}")
 
+def unneeded(run: Run, parts_begun: bool) -> list[Path]:
+    """Return the files that the writer of a run may delete.
 
-def unneeded(run: Run, unfinished: Collection[str]) -> list[Path]:
-    """Return the files and folders that the writer of a run may delete.
-
-    unfinished: names of folders whose parts are being written. While a checkpoint cannot be read, only replaced
-    checkpoints are found, because it may need any of the others.
+    parts_begun: whether parts are being written that no checkpoint refers to yet. Then no parts are found. While a
+    checkpoint cannot be read, only replaced checkpoints are found, because it may need any of the others.
     """
     summaries, broken = run.summaries()
     replaced, broken_too = run.replaced()
@@ -46,10 +44,10 @@ def unneeded(run: Run, unfinished: Collection[str]) -> list[Path]:
     for path in checkpoint_paths(run.folder, frozen_files.PREFIX):
         if frozen_files.is_frozen_name(path.name) and path.name not in frozen:
             found.append(path)
-    parts = {summary.parts for summary in summaries} | set(unfinished)
-    for path in run.folder.glob(f"{PARTS}*"):
-        if path.name not in parts and _PARTS_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            found.append(path)
+    if not parts_begun:
+        parts = {part_name(address) for summary in summaries for address in summary.parts}
+        there = checkpoint_paths(run.folder / PARTS, "")
+        found += [path for path in there if is_part_name(path.name) and path.name not in parts]
     return found
 
 

@@ -1,22 +1,35 @@
-"""Encodes a checkpoint in memory to a file, against the base of a delta, and verifies the written file."""
+"""Encodes a checkpoint in memory to a file, against the base of a delta, and verifies the written file.
+
+One process writes a whole checkpoint into one file: streams and manifest. Several processes each write a part, which
+is a file of boxes of tensors; one of them then writes the manifest, which refers to the parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from dynaquant.engine.forms.form import StoredTensor
+import numpy as np
+from numpy.typing import NDArray
+
+from dynaquant.engine.forms.form import StoredTensor, stored_equal
 from dynaquant.engine.forms.scheme import Coder
-from dynaquant.engine.forms.schemes import Reference
+from dynaquant.engine.forms.schemes import Reference, Sharded
 from dynaquant.engine.forms.stored import can_refer_to, form_of, in_one, stored_hash, values_of
 from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import CheckpointError
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
+from dynaquant.store.files import add_disk_full_note, sync_parent
 from dynaquant.store.in_order import in_order
-from dynaquant.store.reading import holds
+from dynaquant.store.layout import HashOfBoxes, PartFile, Plan, box_name, layout_of, part_name
+from dynaquant.store.reading import holds, load_boxes
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,9 @@ class Checkpoint:
 
     coder: for the levels of weights. lossless_copy: the tensors before quantization, if one is kept. frozen: names
     of tensors that go into the run's file of frozen parameters.
+
+    If several processes write it, ``tensors`` is what this process holds of each, and ``seconds`` has the names of the
+    tensors that others must be decoded after.
     """
 
     step: int
@@ -35,6 +51,11 @@ class Checkpoint:
     coder: Coder = "conditional"
     lossless_copy: Mapping[str, StoredTensor] | None = None
     frozen: Collection[str] = ()
+    seconds: Mapping[str, str] = field(default_factory=dict)
+
+
+TEMPORARY = ".tmp"
+"""What the name of a file that is being written ends with."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +136,14 @@ def write_checkpoint(
     threads: int = 1,
     durable: bool = True,
 ) -> None:
-    """Write a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in.
+    """Write a file: the streams of the tensors, then ``draft`` with their entries.
 
-    again: it is re-coded, and others may depend on its levels. threads: how many tensors are encoded at a time; with
-    more than one, some streams wait in memory (``in_order.MOST_BYTES``). durable: wait until the file is on the disk.
+    The entries of ``draft`` in parts stay. again: it is re-coded, and others may depend on its levels. threads: how
+    many tensors are encoded at a time; with more than one, some streams wait in memory (``in_order.MOST_BYTES``).
+    durable: wait until the file is on the disk.
     """
     writer = CheckpointWriter(out)
-    entries = []
+    entries = [entry for entry in draft.entries if entry.scheme.layout_number is not None]
 
     def encoded(name: str) -> tuple[Entry, bytes]:
         return encode_entry(name, tensors, labels[name], base, coder, again)
@@ -150,7 +172,161 @@ def verify_written(
             wanted = values_of(wanted)
         return holds(file, entry, parents.get(entry.name), tensors, wanted)
 
-    entries = file.header.entries
+    entries = [entry for entry in file.header.entries if entry.scheme.layout_number is None]
     for entry, right in zip(entries, in_order(is_right, entries, threads), strict=True):
         if not right:
             raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")
+
+
+def written_file(
+    path: Path,
+    draft: Header,
+    tensors: Mapping[str, StoredTensor],
+    labels: Mapping[str, Label],
+    base: Base | None,
+    coder: Coder = "conditional",
+    again: bool = False,
+) -> CheckpointFile:
+    """Write a file, make it durable, read it back and compare it. For the arguments, see ``write_checkpoint``."""
+    with path.open("wb") as out:
+        write_checkpoint(out, draft, tensors, labels, base, coder, again)
+    written = CheckpointFile(path)
+    verify_written(written, tensors, base)
+    return written
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """What the manifest has to know of a part.
+
+    hashes: of its boxes, in the order of the plan, 32 bytes each. sizes: of the streams, in bytes. needs_parent: for
+    each box.
+    """
+
+    file: PartFile
+    hashes: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+    needs_parent: NDArray[np.bool_]
+
+
+def planned(name: str, label: Label, dtype: str, shape: Sequence[int], layout: int, second: str = "") -> Entry:
+    """Return the entry of a tensor that is to be written in parts. second: the tensor that must be decoded before."""
+    return Entry(name, label, dtype, tuple(shape), "", 0, Sharded(layout, 0, second, False))
+
+
+def plan_of(header: Header) -> Plan:
+    """Return the plan by which the parts of a checkpoint were written."""
+    entries = tuple(entry for entry in header.entries if entry.scheme.layout_number is not None)
+    return Plan(entries, header.layouts, len(header.parts))
+
+
+def second_of(stored: StoredTensor) -> str:
+    """Return the name of the tensor that must be decoded before this one; an empty text if there is none."""
+    other = form_of(stored).other
+    return "" if other is None else other[0]
+
+
+Boxes = Mapping[tuple[str, Box], StoredTensor]
+"""Stored tensors by the name of the tensor and the box."""
+
+
+def boxes_of(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]]) -> Boxes:
+    """Read boxes of a checkpoint. chain: ``Run.chain`` of it."""
+    by_name: dict[str, list[Box]] = {}
+    for entry, box in own:
+        by_name.setdefault(entry.name, []).append(box)
+    read = load_boxes(chain, by_name.items())
+    return {(name, box): stored for name, found in read for box, stored in zip(by_name[name], found, strict=True)}
+
+
+def base_of_boxes(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]]) -> Base:
+    """Read boxes of a checkpoint, as far as it has them, as the base of a part."""
+    header = chain[0].header
+    there = [
+        (entry, box)
+        for entry, box in own
+        if (known := header.by_name.get(entry.name)) and known.shape == entry.shape and not known.external
+    ]
+    boxes = {box_name(name, box): stored for (name, box), stored in boxes_of(chain, there).items()}
+    return Base.of_boxes(Parent(header.step, header.identity), boxes)
+
+
+def write_part(
+    folder: Path,
+    own: Sequence[tuple[Entry, Box]],
+    boxes: Boxes,
+    draft: Header,
+    base: Base | None,
+    again: bool = False,
+) -> tuple[WrittenPart, Base]:
+    """Write a part, make it durable, read it back and compare it with what was to be stored. Name it by its content.
+
+    folder: of the parts. own: its boxes, in order. boxes: what is stored of them. draft: of the checkpoint. base: boxes
+    of the last checkpoint, by their name in a part. Returns what the manifest has to know, and the next part's base.
+    again: the part is re-coded, and others may depend on its levels. If this fails, a file may be left in the folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: this process does not see the folder for the parts of the checkpoint, which another one "
+            "has made there: all processes need one folder on a file system that they share"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    labels: dict[str, Label] = {}
+    for entry, box in own:
+        name = box_name(entry.name, box)
+        tensors[name], labels[name] = _in_part(boxes, boxes[entry.name, box], box), entry.label
+    if base is not None:  # a box of another shape is not a parent
+        fitting = {name: t for name, t in base.tensors.items() if name in tensors and t.shape == tensors[name].shape}
+        base = replace(base, tensors=fitting, hashes={name: base.hashes[name] for name in fitting})
+    header = Header(draft.step, draft.sequence, base.parent if base else None, None, (), {})
+    temporary = folder / f"{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
+    try:
+        written = written_file(temporary, header, tensors, labels, base, again=again)
+        path = folder / part_name(written.address)
+        temporary.replace(path)
+        sync_parent(path)
+    except BaseException as error:
+        error.add_note(f"while writing {temporary}; no checkpoint refers to it")
+        add_disk_full_note(error, temporary)
+        raise
+    entries = written.header.entries
+    found = WrittenPart(
+        PartFile(written.address, written.size),
+        np.frombuffer(bytes.fromhex("".join(entry.hash for entry in entries)), dtype=np.uint8).reshape(-1, 32),
+        np.array([entry.size for entry in entries], dtype=np.int64),
+        np.array([entry.needs_parent for entry in entries], dtype=bool),
+    )
+    return found, Base.from_written(written.header, tensors, base)
+
+
+def _in_part(boxes: Boxes, stored: StoredTensor, box: Box) -> StoredTensor:
+    """Return a box that refers to other boxes of its part by the names that they have there."""
+    if (needed := form_of(stored).other) is not None:
+        name, own = needed
+        other = boxes.get((name, box))
+        if other is not None and stored_equal(other, own):
+            return form_of(stored).with_other(box_name(name, box), other)
+    return stored
+
+
+def with_parts(draft: Header, plan: Plan, written: Sequence[WrittenPart]) -> Header:
+    """Return the header of a checkpoint whose parts are written. written: by number."""
+    hash_of = [HashOfBoxes([place.box for place in layout]) for layout in plan.layouts]
+    hashes = [part.hashes.tobytes().hex() for part in written]
+    sizes = [part.sizes.tolist() for part in written]
+    depends = [bool(part.needs_parent.any()) for part in written]
+    next_box = [0] * len(written)
+    entries = []
+    for entry in plan.entries:
+        # This runs once for every box of a checkpoint, of which there may be millions, so it does little.
+        layout, held = layout_of(entry), []
+        for place in plan.layouts[layout]:
+            held.append((place.part, next_box[place.part]))
+            next_box[place.part] += 1
+        digest = hash_of[layout]([hashes[part][64 * i : 64 * i + 64] for part, i in held])
+        stored = sum([sizes[part][i] for part, i in held])
+        needs_parent = any(depends[part] and bool(written[part].needs_parent[i]) for part, i in held)
+        scheme = Sharded(layout, stored, entry.scheme.depends_on or "", needs_parent)
+        entries.append(replace(entry, hash=digest, scheme=scheme))
+    files = tuple(part.file for part in written)
+    return replace(draft, entries=tuple(entries), parts=files, layouts=plan.layouts)

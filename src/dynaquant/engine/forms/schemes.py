@@ -300,6 +300,8 @@ KINDS: dict[str, type[Scheme]] = {
     )
 }
 """The schemes by kind. ``registry.register`` adds others."""
+OF_VERSION_1 = frozenset(KINDS)
+"""The kinds that every reader of format version 1 knows."""
 
 
 def parse(data: dict[str, Any]) -> Scheme:
