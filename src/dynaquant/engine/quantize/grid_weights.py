@@ -178,7 +178,7 @@ def grid_weights(
     weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. mean_squares: mean squared
     gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
     step_limits: of the preset. displaced: how far each weight has moved since the training began, as far as known.
-    on_access: see ``GridWeights``.
+    on_access: see ``GridWeights``; whoever reads weights from a file may never know any F, so vectors count more then.
     """
     nonfinite: dict[str, int] = {}
     found = magnitudes(weights, shards, nonfinite)
@@ -189,7 +189,7 @@ def grid_weights(
     displaced = displaced or {}
     largest_steps = {name: step_limits.largest_step(each, displaced.get(name)) for name, each in found.items()}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
-    vectors = {name for name in found if weights[name].ndim < 2}
+    vectors = {name for name in found if weights[name].ndim < 2} if on_access else ()
     known_or_assumed = effective_mean_squares(sizes, squares, mean_squares, vectors)
     return GridWeights(
         usable, sizes, known_or_assumed, squares, largest_steps, previous, seed, notes, shards, on_access
