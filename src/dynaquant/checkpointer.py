@@ -295,7 +295,7 @@ class Checkpointer:
     def records(self) -> list[Record]:
         """Return the records of the run's checkpoints, oldest commit first. Waits for the background write."""
         self.wait()
-        return [record_of(file) for file in self._run.files()[0]]
+        return [record_of(listed) for listed in self._run.listing()[0]]
 
     def steps(self) -> list[int]:
         """Return the steps of the run's checkpoints, lowest first. Waits for the background write."""

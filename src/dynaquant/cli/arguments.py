@@ -17,6 +17,7 @@ from dynaquant.store.files import non_file_kind
 
 if TYPE_CHECKING:
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint
+    from dynaquant.store.catalogue import Listed
     from dynaquant.store.container import CheckpointFile
     from dynaquant.store.run import Run
 
@@ -51,15 +52,15 @@ def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
     return run, broken
 
 
-def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
+def open_run(folder: Path) -> tuple[Run, list[Listed]]:
     """Return the run in a folder and its readable checkpoints, at least one. Warns of each unreadable file."""
     run = run_of(folder)[0]
-    files, broken = run.files()
+    listing, broken = run.listing()
     for error in broken:
         print(f"dynaquant: skipped {error}", file=sys.stderr)
-    if not files:
+    if not listing:
         raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
-    return run, files
+    return run, listing
 
 
 def checkpoint(path: Path, step: str | None) -> CheckpointFile:
@@ -73,8 +74,8 @@ def checkpoint(path: Path, step: str | None) -> CheckpointFile:
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint, not a run with steps; leave out STEP")
         return found.file() if isinstance(found, Pointer) else CheckpointFile(path)
-    run, files = open_run(path)
-    return files[-1] if step is None else open_step_or_tag(run, _step_or_tag(step))
+    run, listing = open_run(path)
+    return open_step_or_tag(run, listing[-1].summary.step if step is None else _step_or_tag(step))
 
 
 def open_stored(path: Path, step: str | None) -> StoredCheckpoint:

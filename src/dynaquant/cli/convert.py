@@ -235,7 +235,7 @@ def unpack(
     from dynaquant.interop.export import target_for
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
-    files = open_run(folder)[1]
+    listing = open_run(folder)[1]
     if step is not None:
         must_not_exist(out, force)
         stored = open_stored(folder, step)
@@ -244,7 +244,7 @@ def unpack(
         _say_written(stored, out, left_out, as_json)
         return
     out.mkdir(parents=True, exist_ok=True)
-    paths = {file.header.step: out / _name_of(file.header.record, file.header.step) for file in files}
+    paths = {each.summary.step: out / _name_of(each.record, each.summary.step) for each in listing}
     if len(set(paths.values())) < len(paths):  # equal names: the run was put together by hand
         paths = {step: out / f"step-{step}" for step in paths}
     for path in paths.values():

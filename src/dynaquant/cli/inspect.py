@@ -28,22 +28,23 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: tags, size, compression ratio, degradation, configuration."""
     from dynaquant.engine.quantize.knobs import in_short
     from dynaquant.saving.record import Size, record_of
+    from dynaquant.store.catalogue import Listed
     from dynaquant.store.container import open_if_exists
     from dynaquant.store.frozen_files import PREFIX
     from dynaquant.store.listing import checkpoint_paths
     from dynaquant.store.tags import is_tagged, tags_of
 
-    run, files = open_run(folder)
-    replaced = [file for file in run.replaced()[0] if is_tagged(run, file)]
-    files = sorted([*files, *replaced], key=lambda file: file.header.sequence)
-    records = [record_of(file) for file in files]
+    run, listing = open_run(folder)
+    replaced = [Listed.of(file) for file in run.replaced()[0] if is_tagged(run, file)]
+    listing = sorted([*listing, *replaced], key=lambda listed: listed.summary.sequence)
+    records = [record_of(listed) for listed in listing]
     known = tags_of(run)
-    tags = [[tag.name for tag in known if tag.refers_to(file)] for file in files]
+    tags = [[tag.name for tag in known if tag.refers_to(listed.summary)] for listed in listing]
     if as_json:
         output.print_json(
             [
-                {**record.to_json(), "tags": names, "replaced": file in replaced}
-                for file, record, names in zip(files, records, tags, strict=True)
+                {**record.to_json(), "tags": names, "replaced": listed in replaced}
+                for listed, record, names in zip(listing, records, tags, strict=True)
             ]
         )
         return
@@ -51,12 +52,12 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
         *("step", "tags", "parent", "size", "ratio", "weights", "degradation", "limit", "configuration", "found by"),
         optional=("found by", "configuration", "limit", "weights", "ratio"),
     )
-    for file, record, names in zip(files, records, tags, strict=True):
+    for listed, record, names in zip(listing, records, tags, strict=True):
         lost, chosen = record.degradation, record.configuration
         table.add(
             str(record.step),
             ", ".join(names),
-            "replaced" if file in replaced else "keyframe" if record.parent is None else str(record.parent),
+            "replaced" if listed in replaced else "keyframe" if record.parent is None else str(record.parent),
             in_bytes(record.total.stored),
             f"{record.ratio:.2f}×",
             _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
@@ -305,8 +306,8 @@ def du(folder: RunFolder, as_json: AsJson = False) -> None:
     """Show the disk use of a run by kind of file (keyframes, deltas, ...) and by role (weights, moments, ...)."""
     from dynaquant.report.inspection import disk_use
 
-    run, files = open_run(folder)
-    use = disk_use(run, files)
+    run, _ = open_run(folder)
+    use = disk_use(run, run.files()[0])
     if as_json:
         output.print_json([asdict(part) for part in use])
         return

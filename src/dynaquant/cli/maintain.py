@@ -46,7 +46,7 @@ def tag(
         if as_json:
             output.print_json([asdict(found) for found in known])
         else:
-            replaced = {found for found in known for file in run.replaced()[0] if found.refers_to(file)}
+            replaced = {found for found in known for file in run.replaced()[0] if found.refers_to(file.header)}
             again = dict.fromkeys(replaced, ", the checkpoint before the step was saved again")
             lines = [f"{found.name}: step {found.step}{again.get(found, '')}" for found in known]
             output.print_("\n".join(lines) or "no tags")
@@ -91,14 +91,14 @@ def compact(
     from dynaquant.store.commit import WritableRun
     from dynaquant.store.recoding import compact as compact_run
 
-    run, files = open_run(folder)
-    before = sum(file.size for file in files)
+    run, listing = open_run(folder)
+    before = sum(listed.size for listed in listing)
     with (writable := WritableRun(run.folder)).locked():
-        for _ in output.with_progress(compact_run(writable, keyframe_every), "re-coding", len(files)):
+        for _ in output.with_progress(compact_run(writable, keyframe_every), "re-coding", len(listing)):
             pass
-    left = run.files()[0]
-    keyframes = sum(file.header.parent is None for file in left)
-    after = sum(file.size for file in left)
+    left = run.listing()[0]
+    keyframes = sum(listed.summary.parent is None for listed in left)
+    after = sum(listed.size for listed in left)
     text = f"{plural(len(left), 'checkpoint')}, {plural(keyframes, 'keyframe')}: "
     text += f"{in_bytes(after)} instead of {in_bytes(before)}"
     output.print_result(as_json, text, checkpoints=len(left), keyframes=keyframes, bytes=after, before=before)
@@ -124,9 +124,9 @@ def prune(
 
     if keep_last is None and keep_every is None:
         raise typer.BadParameter("give --keep-last, --keep-every, or both")
-    run, files = open_run(folder)
+    run, listing = open_run(folder)
     retention = Retention(Keep(last=keep_last, every=keep_every))
-    before = sum(file.size for file in files)
+    before = sum(listed.size for listed in listing)
     known = run.steps()
     if dry_run:
         damaged = _damaged(run, retention)
@@ -138,10 +138,10 @@ def prune(
     with (writable := WritableRun(run.folder)).locked():
         damaged = _damaged(run, retention)
         notes = prune_run(writable, retention, damaged)
-    files = run.files()[0]
-    left = [file.header.step for file in files]
+    listing = run.listing()[0]
+    left = [listed.summary.step for listed in listing]
     deleted = [step for step in known if step not in left]
-    after = sum(file.size for file in files)
+    after = sum(listed.size for listed in listing)
     text = f"deleted {output.list_of(deleted)}; kept {_kept(run, left, retention, damaged)}, "
     text += f"{in_bytes(after)} instead of {in_bytes(before)}"
     output.print_result(as_json, text, deleted=deleted, kept=left, bytes=after, before=before, notes=notes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dynaquant.errors import CheckpointError
 from dynaquant.saving.record import Record, record_of
-from dynaquant.store.container import CheckpointFile, FileVersion, file_version
+from dynaquant.store.container import FileVersion, file_version
 from dynaquant.store.pointers import run_at
 from dynaquant.store.tags import tags_of
 
@@ -41,16 +41,16 @@ class WatchedRun:
         """Return the checkpoints, oldest commit first, and the errors of files that cannot be read."""
         if not self._records:
             self._run = run_at(self._folder)  # a framework may have made its folder meanwhile
-        summaries, broken = self._run.summaries()
+        listing, broken = self._run.listing()
         tags = tags_of(self._run)
         found: list[Seen] = []
         records: dict[FileVersion, Record] = {}
-        for summary in summaries:
-            path = self._run.path(summary.step)
+        for listed in listing:
+            path = listed.path
             try:
                 status = path.stat()
                 version = file_version(status)
-                record = self._records.get(version) or record_of(CheckpointFile(path))
+                record = self._records.get(version) or record_of(listed)
             except FileNotFoundError:  # the training has deleted it since it was listed
                 continue
             except CheckpointError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dynaquant.engine.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.errors import CheckpointError
 from dynaquant.search.scores import MeasuredQuality, Trial, number_to_json
+from dynaquant.store.catalogue import Listed
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 
@@ -172,26 +173,29 @@ def sizes_by_role(entries: Iterable[Entry]) -> dict[str, Size]:
     return roles
 
 
-def record_of(file: CheckpointFile, seconds: dict[str, float] | None = None, notes: list[str] | None = None) -> Record:
-    """Return the record of a checkpoint file. seconds, notes: added to those in the file.
+def record_of(
+    file: CheckpointFile | Listed, seconds: dict[str, float] | None = None, notes: list[str] | None = None
+) -> Record:
+    """Return the record of a checkpoint. seconds, notes: added to those in the file.
 
     Raises CheckpointError if the stored record is malformed.
     """
-    header = file.header
-    roles = sizes_by_role(header.entries)
-    total = Size(sum(size.raw for size in roles.values()), file.total_size)
+    found = Listed.of(file) if isinstance(file, CheckpointFile) else file
+    summary, record = found.summary, found.record
+    roles = {role: Size(raw, stored) for role, (raw, stored) in found.roles.items()}
+    total = Size(sum(size.raw for size in roles.values()), found.size)
     try:
         return _record(
-            header.step,
-            header.identity,
-            header.parent.step if header.parent else None,
+            summary.step,
+            summary.identity,
+            summary.parent.step if summary.parent else None,
             roles,
             total,
-            {**header.record, "seconds": {**header.record.get("seconds", {}), **(seconds or {})}},
+            {**record, "seconds": {**record.get("seconds", {}), **(seconds or {})}},
             notes or [],
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file.path}: its record of the save cannot be understood ({error})") from None
+        raise CheckpointError(f"{found.path}: its record of the save cannot be understood ({error})") from None
 
 
 def record_without_file(step: int, record: Mapping[str, Any]) -> Record:

@@ -18,6 +18,7 @@ The files, in reading order:
 - ``in_order.py``: several tensors at a time, in their order
 - ``writing.py``: encodes a checkpoint, or a part of one, to a file, and verifies the file
 - ``single_file.py``: writes a checkpoint file outside of runs
+- ``catalogue.py``: what a listing says of each checkpoint, in one file
 - ``listing.py``: lists the checkpoint files in a folder
 - ``lossless_copies.py``: names and opens lossless copies
 - ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder

@@ -30,7 +30,7 @@ from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_pa
 from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import Plan
-from dynaquant.store.listing import SUFFIX
+from dynaquant.store.listing import STEP, SUFFIX, checkpoint_paths
 from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
 from dynaquant.store.reading import load_all
 from dynaquant.store.run import Run
@@ -81,6 +81,7 @@ class WritableRun(Run):
             self._lock = lock
             try:
                 self.delete_unneeded()
+                self.catalogue.renew([path.name for path in checkpoint_paths(self.folder, STEP)])
                 yield
             finally:
                 self._lock = None
@@ -288,7 +289,10 @@ class WritableRun(Run):
         self._check_lock()
         written.path.replace(path)
         sync_parent(path)
-        return written.renamed(path)
+        renamed = written.renamed(path)
+        if path.name.startswith(STEP):
+            self.catalogue.append(renamed)
+        return renamed
 
     def recode(
         self,
@@ -333,6 +337,7 @@ class WritableRun(Run):
         """Delete the file of a step, and its parts. The caller has made sure that no other checkpoint depends on it."""
         self._check_lock()
         self.path(step).unlink()
+        self.catalogue.forget(self.path(step).name)
         sync(self.folder)
         self.delete_unneeded()
 

@@ -217,7 +217,8 @@ class CheckpointFile:
         """The opened parts in other files, by number (``chain.open_part``)."""
         self.address = ""
         """The checksum of its header, 32 hexadecimal digits. A part's file is named by it."""
-        self._version: FileVersion | None = None
+        self.version: FileVersion | None = None
+        """Of the file on the disk (``file_version``); None in memory."""
         self._open: OnDisk | InMemory | None
         if content is not None:
             self.size, self._open = len(content), InMemory(content)
@@ -226,7 +227,7 @@ class CheckpointFile:
             try:
                 with open_file(path) as file:
                     status = os.fstat(file.fileno())
-                    self.size, self._version = status.st_size, file_version(status)
+                    self.size, self.version = status.st_size, file_version(status)
                     self.header, streams_end = self._checked(file)
                     self._open = OnDisk(os.dup(file.fileno()))
             except OSError as error:
@@ -336,10 +337,10 @@ class CheckpointFile:
 
     def is_at(self, path: Path) -> bool:
         """Whether the file at the path is this one. True also if the system cannot tell now, or in memory."""
-        if self._version is None:
+        if self.version is None:
             return True
         try:
-            return file_version(path.stat()) == self._version
+            return file_version(path.stat()) == self.version
         except FileNotFoundError:
             return False
         except OSError:
@@ -365,7 +366,7 @@ class CheckpointFile:
                 stream = self._open.read_at(offset, entry.size)
             else:
                 with open_file(self.path) as file:
-                    if file_version(os.fstat(file.fileno())) != self._version:
+                    if file_version(os.fstat(file.fileno())) != self.version:
                         raise RunChangedError(f"{self.path}: was replaced while it was read")
                     stream = read_at(file.fileno(), offset, entry.size)
         except OSError as error:

@@ -124,7 +124,7 @@ def _keep_named(run: WritableRun, step: int, retention: Retention) -> list[str]:
     """Keep the checkpoint of a step that is to be replaced if it has a tag or is among the best. Returns notes."""
     try:
         file = run.file(step)
-        names = [tag.name for tag in tags_of(run) if tag.refers_to(file)]
+        names = [tag.name for tag in tags_of(run) if tag.refers_to(file.header)]
         if not names and step not in _best_steps(run, retention):
             return []
         run.keep_replaced(file)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import lossless_copies
+from dynaquant.store.catalogue import Catalogue, Line, Listed
 from dynaquant.store.chain import chain_of, name_step_in_errors, parent_of
 from dynaquant.store.container import (
     CheckpointFile,
@@ -39,6 +40,7 @@ class Run:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = user_path(folder)
+        self.catalogue = Catalogue(self.folder)
         self._summaries: dict[FileVersion, Summary] = {}
         self._newest = 0  # highest sequence number in the last listing
         self._highest = 0  # highest sequence number ever seen here
@@ -53,8 +55,8 @@ class Run:
         known = self._summaries
 
         def read(path: Path) -> tuple[FileVersion, Summary]:
-            version = file_version(path.stat())
-            summary = known.get(version) or CheckpointFile(path).header.summary
+            version = file_version(status := path.stat())
+            summary = known.get(version) or self._line(path, status).summary
             self._check_name(path, summary.step)
             return version, summary
 
@@ -64,6 +66,24 @@ class Run:
         self._newest = max((summary.sequence for _, summary in found), default=0)
         self._highest = max(self._highest, self._newest)
         return sorted(self._summaries.values(), key=lambda summary: (summary.sequence, summary.step)), broken
+
+    def _line(self, path: Path, status: os.stat_result) -> Line:
+        return self.catalogue.find(path, status) or self.catalogue.remember(CheckpointFile(path))
+
+    def listing(self) -> tuple[list[Listed], list[CheckpointError]]:
+        """Like ``summaries``, but with records and sizes. With a catalogue, no checkpoint is opened."""
+
+        def read(path: Path) -> Listed:
+            line = self._line(path, path.stat())
+            self._check_name(path, line.summary.step)
+            try:
+                return line.listed(path)
+            except ValueError:
+                return Listed.of(CheckpointFile(path))
+
+        found, broken = read_each(self.folder, STEP, read)
+        self._seen.update(listed.summary.step for listed in found)
+        return sorted(found, key=lambda listed: (listed.summary.sequence, listed.summary.step)), broken
 
     def files(self) -> tuple[list[CheckpointFile], list[CheckpointError]]:
         """Like ``summaries``, but returns whole headers. The files are closed, because there may be many."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dynaquant.errors import CheckpointError
 from dynaquant.store import flock
-from dynaquant.store.container import CheckpointFile, is_step
+from dynaquant.store.container import CheckpointFile, Header, Summary, is_step
 from dynaquant.store.files import make_folder, open_file, sync, sync_parent
 from dynaquant.store.run import Run
 
@@ -31,9 +31,9 @@ class Tag:
     step: int
     identity: str
 
-    def refers_to(self, file: CheckpointFile) -> bool:
+    def refers_to(self, checkpoint: Header | Summary) -> bool:
         """Whether the tag refers to this checkpoint, and not to another one of the same step."""
-        return (self.step, self.identity) == (file.header.step, file.header.identity)
+        return (self.step, self.identity) == (checkpoint.step, checkpoint.identity)
 
 
 def tags_of(run: Run) -> list[Tag]:
@@ -120,7 +120,7 @@ def tagged_file(run: Run, name: str) -> CheckpointFile:
 
 def is_tagged(run: Run, file: CheckpointFile) -> bool:
     """Whether a tag refers to a checkpoint."""
-    return any(tag.refers_to(file) for tag in tags_of(run))
+    return any(tag.refers_to(file.header) for tag in tags_of(run))
 
 
 def open_step_or_tag(run: Run, step: int | str) -> CheckpointFile:

@@ -1,0 +1,18 @@
+"""Tables of the command line."""
+
+import pytest
+
+from dynaquant.cli import output
+
+
+@pytest.mark.parametrize("columns", ["200", "60", "40"])
+def test_a_large_table_looks_as_a_small_one(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    table = output.Table("name", "size", "", "other", optional=("other",))
+    for i in range(12):
+        table.add(f"model.layers.{'x' * 30}.é{i}", f"{i:,} MB", "–" * i, "")
+    output.print_(table)
+    wanted = capsys.readouterr().out
+    monkeypatch.setattr(output, "MOST_BY_RICH", 3)
+    output.print_(table)
+    assert capsys.readouterr().out == wanted
