@@ -15,6 +15,7 @@ from readers import READERS
 from training import bits
 
 import dynaquant as dq
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.report.statistics import statistics_of
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
@@ -264,3 +265,12 @@ def test_no_reader_fails_while_a_training_saves_as_fast_as_it_can(tmp_path, exac
     assert {reader: count.error for reader, count in counts.items() if count.failed} == {}
     assert all(count.done for count in counts.values())
     assert Run(folder).newest().header.step > 3
+
+
+def test_ancestors_are_decoded_to_levels_and_their_values_are_never_computed(tmp_path, monkeypatch):
+    run, pieces, asked = WritableRun(tmp_path), QuantizedTensor.pieces, []
+    series(run, [1, 2, 3, 4])
+    monkeypatch.setattr(QuantizedTensor, "pieces", lambda self, *args: asked.append(self) or pieces(self, *args))
+    found = Run(tmp_path).load(run.file(4))
+    assert run.file(4).header.by_name["w"].needs_parent
+    assert {id(each) for each in asked} == {id(found["w"])}

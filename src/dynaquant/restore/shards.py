@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.forms.patchwork import patchwork
 from dynaquant.engine.forms.stored import in_one
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_named
-from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, shard_of
 from dynaquant.restore.in_place import STATE, parameters_of
 from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import is_of_a_rank
 from dynaquant.store.container import CheckpointFile, Header
-from dynaquant.store.frozen_tensors import external_tensor
 from dynaquant.store.reading import Tensors, load_all, load_boxes
 from dynaquant.store.run import Run
 from dynaquant.training.collect import collect
@@ -64,19 +61,12 @@ def load_shards(
     targets: DTensors of the stored shapes, by stored name; other tensors are decoded as a whole. leave_out: names of
     tensors that are not decoded. Raises CheckpointError if a tensor is damaged.
     """
-    if not targets:
-        return load_all(run.chain(file), [e.name for e in file.header.entries if e.name not in leave_out])
-    entries = [entry for entry in file.header.entries if not entry.omitted and entry.name not in leave_out]
-    shards = {
-        entry.name: shard_of(targets[entry.name]) if entry.name in targets else Shard.whole(entry.shape)
-        for entry in entries
-    }
+    chain, names = run.chain(file), [entry.name for entry in file.header.entries if entry.name not in leave_out]
+    found = load_all(chain, [name for name in names if name not in targets])
+    shards = {name: shard_of(targets[name]) for name in names if name in targets}
     wanted = {name: [box for box, _ in shard.boxes] for name, shard in shards.items()}
-    wanted.update({n: [Box.whole(shard.shape)] for n, shard in shards.items() if not shard.shape.numel()})
-    found: dict[str, StoredTensor] = {
-        entry.name: external_tensor(file, entry) for entry in file.header.entries if entry.omitted
-    }
-    for name, stored in load_boxes(run.chain(file), wanted.items()):
+    wanted.update({name: [Box.whole(shard.shape)] for name, shard in shards.items() if not shard.shape.numel()})
+    for name, stored in load_boxes(chain, wanted.items()):
         shard, dtype = shards[name], dtype_named(file.header.by_name[name].dtype)
         if not stored:
             found[name] = torch.empty(shard.local_shape, dtype=dtype)
@@ -85,4 +75,4 @@ def load_shards(
         else:
             locals_ = [(local, each) for (_, local), each in zip(shard.boxes, stored, strict=True)]
             found[name] = in_one(patchwork(dtype, shard.local_shape, locals_))
-    return found
+    return {name: found[name] for name in names}
