@@ -4,16 +4,20 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <cstring>
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "conditional.hpp"
+#include "cpu.hpp"
 #include "lossless.hpp"
 #include "grid.hpp"
 #include "levels.hpp"
@@ -238,6 +242,20 @@ bool decodes_to(const nb::bytes& stream, const Array<const std::uint8_t>& parent
     return dynaquant::decodes_to(bytes, view(parent), itemsize, view(data));
 }
 
+const std::vector<std::string> instruction_names = {"plain", "avx2", "avx512"};
+
+std::vector<std::string> instructions() {
+    const auto most = static_cast<std::ptrdiff_t>(dynaquant::supported_instructions());
+    return {instruction_names.begin(), instruction_names.begin() + most + 1};
+}
+
+void limit_instructions(const std::string& most) {
+    for (std::size_t i = 0; i < instruction_names.size(); ++i)
+        if (instruction_names[i] == most)
+            return dynaquant::limit_instructions(static_cast<dynaquant::Instructions>(i));
+    throw std::invalid_argument("there are no instructions '" + most + "'");
+}
+
 std::size_t threads() { return dynaquant::thread_limit(dynaquant::Processors::of_this_thread()); }
 
 }  // namespace
@@ -251,6 +269,13 @@ NB_MODULE(_native, m) {
     m.def("threads", &threads,
           "Returns how many threads a call may use, the calling thread included (docs/guide.md).\n"
           "ValueError: DYNAQUANT_THREADS is not a positive number.");
+
+    m.def("instructions", &instructions,
+          "Returns the sets of instructions that functions of this module have loops for and this processor can run,\n"
+          "from 'plain' to the one that is used.");
+    m.def("limit_instructions", &limit_instructions, "most"_a,
+          "Makes all functions use at most these instructions, for tests and benchmarks. Results are the same.\n"
+          "ValueError: not one of instructions().");
 
     const char* histogram_doc = "Adds to counts[b] the number of values whose top 16 bits are b.";
     m.def("log_histogram", &log_histogram<std::uint32_t>, "values"_a.noconvert(), "counts"_a.noconvert(),

@@ -14,7 +14,7 @@
 
 namespace dynaquant {
 
-// Levels per block. A block is a unit of parallel work and of the format.
+// Levels in a block; tensors of more levels have wide blocks. A block is a unit of parallel work and of the format.
 inline constexpr std::size_t conditional_block = std::size_t{1} << 17;
 
 // A row of 256 entries for each of 256 parent levels.

@@ -1,17 +1,17 @@
 // The entropy coder of levels: interleaved range asymmetric numeral systems (rANS, Duda 2013), with 32-bit states,
-// 16-bit words and 12-bit frequencies. (plane_rans is the other one: more states and frequencies of 11 bits, for byte
-// planes.)
+// 16-bit words and 12-bit frequencies. (plane_rans is the other one: frequencies of 11 bits, for byte planes.)
 //
 // Note: rANS is last in, first out. The encoder takes the values from the last to the first and writes words
 // backwards from the end of its buffer; the decoder reads both forwards. Value i belongs to state i % states, so that a
-// decoder has several independent chains of work. Between values a state is in [2^16, 2^32).
+// decoder has several independent chains of work. Between values a state is in [2^16, 2^32). If a value takes it below,
+// a decoder shifts in the next word.
 #pragma once
 
-#include <algorithm>
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <stdexcept>
 #include <vector>
 
 namespace dynaquant::level_rans {
@@ -19,139 +19,71 @@ namespace dynaquant::level_rans {
 inline constexpr unsigned frequency_bits = 12;
 inline constexpr std::uint32_t frequency_total = 1u << frequency_bits;
 inline constexpr std::uint32_t lowest_state = 1u << 16;
-
-// One symbol's share of the 4096 slots: `frequency` slots, at least one, from slot `begin` on. To divide a state by the
-// frequency, it multiplies with a 64-bit inverse, which is exact for every state.
-class Share {
-public:
-    Share() = default;
-    Share(std::uint32_t frequency, std::uint32_t begin)
-        : inverse_(frequency == 1 ? ~std::uint64_t{0} : ~std::uint64_t{0} / frequency + 1),
-          frequency_(frequency),
-          // The inverse of 1 does not fit into 64 bits. The one used instead gives x - 1, which this corrects.
-          begin_(frequency == 1 ? begin + frequency_total - 1 : begin) {}
-
-    std::uint32_t frequency() const { return frequency_; }
-
-    // (x / frequency) · 4096 + x % frequency + begin
-    std::uint32_t push(std::uint32_t x) const {
-        const auto quotient = static_cast<std::uint32_t>(static_cast<unsigned __int128>(inverse_) * x >> 64);
-        return x + begin_ + quotient * (frequency_total - frequency_);
-    }
-
-private:
-    std::uint64_t inverse_ = 0;
-    std::uint32_t frequency_ = 0;
-    std::uint32_t begin_ = 0;
-};
-
-// A value takes at most one word, so `room` needs as many words as there are values.
-template <unsigned States>
-class RansEncoder {
-public:
-    explicit RansEncoder(std::span<std::uint16_t> room) : first_(room.data() + room.size()), end_(first_) {
-        std::fill_n(states_, States, lowest_state);
-    }
-
-    // Call it for the last value first. state: index of the value % States.
-    void put(unsigned state, const Share& share) {
-        std::uint32_t x = states_[state];
-        if (x >> (32 - frequency_bits) >= share.frequency()) {  // else it would grow beyond 32 bits
-            *--first_ = static_cast<std::uint16_t>(x);
-            x >>= 16;
-        }
-        states_[state] = share.push(x);
-    }
-
-    // Appends the states, then the words in the order in which a decoder reads them.
-    void finish(std::vector<std::uint8_t>& out) const {
-        const auto put16 = [&](std::uint32_t word) {
-            out.push_back(static_cast<std::uint8_t>(word));
-            out.push_back(static_cast<std::uint8_t>(word >> 8));
-        };
-        out.reserve(out.size() + 4 * States + 2 * static_cast<std::size_t>(end_ - first_));
-        for (const auto x : states_) {
-            put16(x & 0xffffu);
-            put16(x >> 16);
-        }
-        for (const std::uint16_t* word = first_; word != end_; ++word) put16(*word);
-    }
-
-private:
-    std::uint32_t states_[States];
-    std::uint16_t* first_;
-    const std::uint16_t* end_;
-};
+inline constexpr unsigned most_states = 32;
+inline constexpr std::size_t parent_levels = 256;
 
 // What a decoder needs for one of the 4096 slots: 8 bits symbol, 12 bits frequency - 1, 12 bits slot - begin.
 using Slot = std::uint32_t;
 
-inline Slot slot_of(std::uint32_t symbol, std::uint32_t frequency, std::uint32_t offset) {
+constexpr Slot slot_of(std::uint32_t symbol, std::uint32_t frequency, std::uint32_t offset) {
     return symbol << 24 | (frequency - 1) << 12 | offset;
 }
 
-// Never reads outside its bytes: a missing word counts as 0, and `expect_end` throws later.
-template <unsigned States>
-class RansDecoder {
-public:
-    explicit RansDecoder(std::span<const std::uint8_t> bytes) : next_(bytes.data()), end_(bytes.data() + bytes.size()) {
-        if (bytes.size() < 4 * States) throw std::invalid_argument("the coded levels end too early");
-        for (auto& x : states_) {
-            x = get16();
-            x |= get16() << 16;
-            if (x < lowest_state) throw std::invalid_argument("the coded levels begin with a state that is too low");
-        }
+// How an encoder changes a state for a symbol that has `frequency` of the 4096 slots, from slot `begin` on. It divides
+// by the frequency with a multiplication: (state + round) * reciprocal >> (32 + shift), which is exact for every state
+// that may be divided (Robison 2005). From the lowest bit, `rest` has 12 bits 4096 - frequency, 13 bits bias, 4 bits
+// shift, 1 bit round.
+struct EncoderStep {
+    std::uint32_t reciprocal;
+    std::uint32_t rest;
+
+    constexpr std::uint32_t complement() const { return rest & (frequency_total - 1); }
+    // Whether a state is so large that a word has to be written first. Else it would grow beyond 32 bits.
+    constexpr bool is_full(std::uint32_t state) const {
+        return state >> (32 - frequency_bits) >= frequency_total - complement();
     }
-
-    std::uint32_t get(unsigned state, const Slot* table) {
-        const Slot slot = table[states_[state] & (frequency_total - 1)];
-        std::uint32_t x = pop(slot, states_[state]);
-        if (x < lowest_state) x = x << 16 | get16();
-        states_[state] = x;
-        return slot >> 24;
+    // (state / frequency) * 4096 + state % frequency + begin
+    constexpr std::uint32_t push(std::uint32_t state) const {
+        const std::uint64_t product = std::uint64_t{state + (rest >> 29)} * reciprocal;
+        const auto quotient = static_cast<std::uint32_t>(product >> 32 >> (rest >> 25 & 0xF));
+        return state + (rest >> 12 & 0x1FFF) + quotient * complement();
     }
-
-    // Whether `get_unchecked` may be called for this number of values.
-    bool has(std::size_t values) const { return static_cast<std::size_t>(end_ - next_) >= 2 * values; }
-
-    std::uint32_t get_unchecked(unsigned state, const Slot* table) {
-        const Slot slot = table[states_[state] & (frequency_total - 1)];
-        std::uint32_t x = pop(slot, states_[state]);
-        if (x < lowest_state) {
-            x = x << 16 | next_[0] | static_cast<std::uint32_t>(next_[1]) << 8;
-            next_ += 2;
-        }
-        states_[state] = x;
-        return slot >> 24;
-    }
-
-    // Throws unless all words have been read and every state has the value with which the encoder began.
-    void expect_end() const {
-        if (next_ != end_ || missing_)
-            throw std::invalid_argument("the coded levels have another length than their values");
-        for (const auto x : states_)
-            if (x != lowest_state) throw std::invalid_argument("the coded levels are damaged");
-    }
-
-private:
-    static std::uint32_t pop(Slot slot, std::uint32_t x) {
-        return ((slot >> 12 & 0xfffu) + 1) * (x >> frequency_bits) + (slot & 0xfffu);
-    }
-
-    std::uint32_t get16() {
-        if (end_ - next_ < 2) {
-            missing_ = true;
-            return 0;
-        }
-        const std::uint32_t word = next_[0] | static_cast<std::uint32_t>(next_[1]) << 8;
-        next_ += 2;
-        return word;
-    }
-
-    const std::uint8_t* next_;
-    const std::uint8_t* end_;
-    std::uint32_t states_[States];
-    bool missing_ = false;
 };
+
+constexpr EncoderStep step_of(std::uint32_t begin, std::uint32_t frequency) {
+    const std::uint32_t complement = frequency_total - frequency;
+    // The quotient by 1 comes out one too small. The bias corrects that.
+    if (frequency == 1) return {~std::uint32_t{0}, complement | (begin + complement) << 12};
+    const auto shift = static_cast<unsigned>(std::bit_width(frequency) - 1);
+    if (std::has_single_bit(frequency)) return {1u << 31, complement | begin << 12 | (shift - 1) << 25};
+    const std::uint64_t dividend = std::uint64_t{1} << (32 + shift);
+    const auto reciprocal = static_cast<std::uint32_t>(dividend / frequency);
+    // How far the reciprocal is too small. One more is near enough, or one more state is.
+    const bool up = frequency - dividend % frequency <= 1u << shift;
+    return {up ? reciprocal + 1 : reciprocal, complement | begin << 12 | shift << 25 | (up ? 0u : 1u << 29)};
+}
+
+// For an encoder: the steps of all pairs of a parent's level and a level.
+struct EncoderTable {
+    std::size_t columns = 0;         // more than the highest level
+    std::vector<EncoderStep> steps;  // at parent level * columns + level
+};
+
+// For a decoder: what every parent level means for the next level.
+struct DecoderTable {
+    std::vector<Slot> slots;                        // 4096 for each group; without a parent, a level for the symbol
+    std::array<std::uint8_t, parent_levels> group;  // of each parent level
+    const std::uint8_t* level_of;  // at parent level << 8 | symbol. Of 8 states or more, three more bytes are readable
+
+    const Slot* slots_of(std::uint8_t source) const { return slots.data() + group[source] * frequency_total; }
+};
+
+// Appends states and words of a block. parent: as many levels, or null if all are 0. states: 1 to 32, a power of two.
+void encode_block(std::span<const std::uint8_t> levels, const std::uint8_t* parent, const EncoderTable& table,
+                  unsigned states, std::vector<std::uint8_t>& out);
+
+// The inverse. Throws std::invalid_argument if encode_block cannot have written the block.
+void decode_block(std::span<const std::uint8_t> block, const std::uint8_t* parent, const DecoderTable& table,
+                  unsigned states, std::span<std::uint8_t> levels);
 
 }  // namespace dynaquant::level_rans

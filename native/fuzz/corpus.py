@@ -1,6 +1,7 @@
 """Cuts the golden files into inputs of the fuzzers: what the native decoders get when these files are loaded.
 
-The tensors of golden files are too small for some kinds of byte planes, so a few streams of exact values are added.
+The tensors of golden files are too small for some kinds of byte planes and of blocks of levels. So a few streams of
+exact values and of levels are added.
 
 ``make fuzz`` runs it: ``python native/fuzz/corpus.py FOLDER`` fills a folder for each fuzzer in FOLDER. The comment at
 the beginning of a fuzzer describes its input.
@@ -19,6 +20,7 @@ import dynaquant as dq
 from dynaquant import _native
 
 GOLDEN = Path(__file__).parents[2] / "tests/golden"
+PERIOD = 100
 Bytes = NDArray[np.uint8]
 
 
@@ -28,8 +30,11 @@ def number(value: int, size: int) -> bytes:
 
 
 def tile(repeated: Bytes) -> bytes:
-    """Return what has to be repeated: mostly all of it, but a single byte if all bytes are the same."""
-    return repeated[: 1 if repeated.size and (repeated == repeated[0]).all() else None].tobytes()
+    """Return what has to be repeated: all of it, but less if the bytes repeat after 1 or PERIOD of them."""
+    for period in (1, PERIOD):
+        if (repeated[period:] == repeated[:-period]).all():
+            return repeated[:period].tobytes()
+    return repeated.tobytes()
 
 
 def levels(stream: bytes, parent: Bytes, modulus: int, groups: int, out: Bytes) -> bytes:
@@ -92,6 +97,20 @@ def decode_exact_values() -> None:
             _native.decode_lossless(stream, context, itemsize, np.empty_like(exact))
 
 
+def decode_many_levels() -> None:
+    """Encode and decode so many levels that their blocks have 8, 16 and 32 states. 8 divides the numbers of levels."""
+    random = np.random.default_rng(0)
+    level_of = np.tile(np.arange(256, dtype=np.uint8), 256)
+    context_of = np.arange(256, dtype=np.uint8)
+    parent = np.minimum(random.geometric(0.5, PERIOD), 8).astype(np.uint8)
+    for size in (140_000, 400_000, 800_000):
+        before = np.resize(parent, size)
+        after = np.where(random.random(size) < 1e-3, 9, before).astype(np.uint8)
+        for given, contexts in ((before, 10), (before[:0], 1)):
+            stream = _native.encode_conditional(after, given, level_of, context_of % contexts, contexts)
+            _native.decode_conditional(stream, given, level_of, context_of % contexts, contexts, 10, after)
+
+
 def main(folder: Path) -> None:
     """Load every golden checkpoint, and record the calls of the native decoders."""
     record("decode_levels", levels, folder / "levels")
@@ -102,6 +121,7 @@ def main(folder: Path) -> None:
     for file in sorted(GOLDEN.glob("v*/step-*.dqc")):
         dq.load(file.parent, int(file.stem.removeprefix("step-")))
     decode_exact_values()
+    decode_many_levels()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from format_levels import Codebook, Levels, conditional_levels
 from hypothesis import given
 from hypothesis import strategies as st
 from training import bits
@@ -104,6 +105,30 @@ def test_a_parent_of_another_kind_or_size_is_not_used(parent):
         scheme, coded = encode(quantized, before)
         assert not scheme.needs_parent
         assert coded == encode(quantized, None)[1]
+
+
+def documented(quantized):
+    """The levels and the codebook as the second decoder takes them."""
+    return Levels(quantized.levels, Codebook("grid", quantized.codebook.bins, quantized.codebook.rung))
+
+
+@pytest.mark.parametrize("size", [150_000, 0, 700, 9_000, 400_000, 800_000])
+def test_streams_are_as_documented(size):
+    random = np.random.default_rng(size)
+    before, after = levels_of(Grid(0, 12), size, random), levels_of(Grid(1, 9), size, random)
+    for parent in (None, before):
+        coded = conditional.encode(after, parent)
+        given = None if parent is None else documented(parent)
+        assert np.array_equal(conditional_levels(coded, size, documented(after).codebook, given), after.levels)
+
+
+def test_levels_can_take_the_place_of_the_parents():
+    random = np.random.default_rng(0)
+    before, after = levels_of(Grid(0, 12), 200_000, random), levels_of(Grid(1, 9), 200_000, random)
+    coded = conditional.encode(after, before)
+    found = conditional.decode(coded, 200_000, after.codebook, before, out=before.levels)
+    assert found is before.levels
+    assert np.array_equal(found, after.levels)
 
 
 def on_grid(values, rung):

@@ -1,5 +1,7 @@
 """The native coder of levels conditioned on a parent, and the native grid: exact, near the entropy, safe decoders."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -10,7 +12,9 @@ from dynaquant.engine.tensors.codebook import PROTECTED
 
 MANY = 8192  # blocks of at least this many levels are coded with several states
 BLOCK = 131_072
+WIDE = 1 << 20  # levels of a block in the wide layout, which streams of more than BLOCK levels have
 SIZES = (0, 1, 2, 3, 5, 300, MANY - 1, MANY, MANY + 1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + MANY + 3)
+INSTRUCTIONS = _native.instructions()
 NOTHING = np.zeros(0, dtype=np.uint8)
 PLAIN = np.tile(np.arange(256, dtype=np.uint8), 256)  # every level is its own symbol
 ALIKE = np.zeros(256, dtype=np.uint8)  # one context for all
@@ -47,6 +51,16 @@ def decoded(stream, size, parent, level_of=PLAIN, context_of=ALIKE, contexts=1, 
     return levels
 
 
+@contextmanager
+def limited(instructions):
+    """Let the native functions use at most these instructions."""
+    _native.limit_instructions(instructions)
+    try:
+        yield
+    finally:
+        _native.limit_instructions(INSTRUCTIONS[-1])
+
+
 def bits(fields):
     """Pairs of a number and its bits as a bit stream."""
     joined, length = 0, 0
@@ -79,6 +93,73 @@ def test_any_levels_survive_a_round_trip_with_any_parent_and_tables(size, symbol
     stream = encoded(levels, parent, symbol_of, context_of, contexts)
     assert np.array_equal(decoded(stream, size, parent, level_of, context_of, contexts, symbols), levels)
     assert stream == encoded(levels, parent, symbol_of, context_of, contexts)
+
+
+WIDE_SIZES = (BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 13, 6 * BLOCK + 17, WIDE + 1, 2 * WIDE - 1, 3 * WIDE + 33)
+"""With 8, 8, 16, 32, 32, 32 and 32 states, and one to three blocks."""
+
+
+@pytest.mark.parametrize("kinds", [("skewed", "none"), ("two", "none"), ("random", "random"), ("skewed", "skewed")])
+@pytest.mark.parametrize("size", WIDE_SIZES)
+def test_all_instructions_give_the_same_bytes_and_levels(size, kinds):
+    random = np.random.default_rng(size)
+    levels = some(kinds[0], size, 40, random)
+    parent = NOTHING if kinds[1] == "none" else some(kinds[1], size, 256, random)
+    level_of, symbol_of, context_of = tables(40, 256, random)
+    streams = []
+    for instructions in INSTRUCTIONS:
+        with limited(instructions):
+            streams.append(encoded(levels, parent, symbol_of, context_of, 256))
+    assert len(set(streams)) == 1
+    for instructions in INSTRUCTIONS:
+        with limited(instructions):
+            found = decoded(streams[0], size, parent, level_of, context_of, 256, 40)
+        assert np.array_equal(found, levels), instructions
+
+
+def test_instructions_that_the_processor_lacks_are_refused():
+    for other in ("", "sse", *{"plain", "avx2", "avx512"} - set(INSTRUCTIONS)):
+        with pytest.raises(ValueError, match="instructions"):
+            _native.limit_instructions(other)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("size", [700, BLOCK, 3 * BLOCK + 13, WIDE + 5])
+def test_levels_may_take_the_place_of_the_parents(size, instructions):
+    random = np.random.default_rng(0)
+    for kind in KINDS:
+        levels, parent = some(kind, size, 30, random), some("skewed", size, 40, random)
+        level_of, symbol_of, context_of = tables(30, 256, random)
+        stream = encoded(levels, parent, symbol_of, context_of, 256)
+        with limited(instructions):
+            _native.decode_conditional(stream, parent, level_of, context_of, 256, 30, parent)
+        assert np.array_equal(parent, levels), kind
+
+
+def narrow(block, count):
+    """The stream of a block again and again, as earlier versions wrote it: blocks of BLOCK levels with few states."""
+    stream = encoded(block)
+    size = int.from_bytes(stream[:4], "little")
+    return stream[:4] * count + stream[4:-size] + stream[-size:] * count
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 7, 8, 9, 17])
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_streams_of_many_levels_are_decoded_and_wide_ones_are_not_larger(kind, count):
+    block = some(kind, BLOCK, 20, np.random.default_rng(0))
+    levels = np.tile(block, count)
+    stream = narrow(block, count)
+    assert np.array_equal(decoded(stream, levels.size, NOTHING), levels)
+    assert len(encoded(levels)) <= len(stream)
+
+
+def test_unknown_layouts_are_refused():
+    for size in (300, 2 * BLOCK):
+        stream = bytearray(encoded(some("skewed", size, 20, np.random.default_rng(0))))
+        for layout in {1, 2, 255} - {stream[3]}:
+            stream[3] = layout
+            with pytest.raises(ValueError, match="unknown layout"):
+                decoded(bytes(stream), size, NOTHING)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60), st.sampled_from([1, 4]))
@@ -217,6 +298,9 @@ def cases(random):
         (3000, 90, 1, "two"),
         (MANY + 5, 6, 256, "skewed"),
         (500, 9, 9, "constant"),
+        (BLOCK + 77, 20, 20, "two"),
+        (3 * BLOCK + 77, 20, 20, "two"),
+        (6 * BLOCK + 77, 20, 20, "two"),
     ]:
         level_of, _, context_of = scheme = tables(symbols, contexts, random)
         parent = some("skewed", size, 40, random)
@@ -228,13 +312,22 @@ CASES = list(cases(np.random.default_rng(3)))
 
 
 def decodes_to_levels(stream, size, given):
-    """Whether the stream decodes. Asserts that then every level is below ``symbols``."""
-    try:
-        levels = decoded(stream, size, *given)
-    except ValueError:
-        return False
-    assert not levels.size or levels.max() < given[-1]
-    return True
+    """Whether the stream decodes. Asserts that then every level is below ``symbols``.
+
+    Asserts that all instructions give the same levels, if the stream is so long that they could matter.
+    """
+    outcomes = []
+    for instructions in INSTRUCTIONS if size > BLOCK else INSTRUCTIONS[-1:]:
+        with limited(instructions):
+            try:
+                levels = decoded(stream, size, *given)
+            except ValueError:
+                outcomes.append(None)
+                continue
+        assert not levels.size or levels.max() < given[-1]
+        outcomes.append(levels.tobytes())
+    assert len(set(outcomes)) == 1
+    return outcomes[0] is not None
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,9 +8,9 @@ import numpy as np
 from format_streams import BLOCK, LONGEST_CODE, Bits, block_sizes, check, rans, slots_of
 
 RUN_CLASSES = 34
-CONDITIONAL_BLOCK = 131_072
 CONDITIONAL_TOTAL_BITS = 12
-FEW = 8_192  # blocks of fewer elements have one state
+NARROW, WIDE = 131_072, 1_048_576  # elements of a block
+FEW = 8_192  # narrow blocks of fewer elements have one state
 
 
 @dataclass
@@ -148,7 +148,7 @@ def coded_group(bits, table, modulus, elements):
 
 def conditional_levels(stream, elements, codebook, parent):
     """Return the levels of a part. parent: the Levels that it is conditioned on, or None."""
-    sizes, at = block_sizes(stream, 0, elements, CONDITIONAL_BLOCK)
+    blocks, sizes, at = conditional_blocks(stream, elements)
     check(at + sum(sizes) <= len(stream), "the sizes of blocks")
     begin = len(stream) - sum(sizes)
     positions, positions_above = codebook.positions(), np.zeros(1)
@@ -179,9 +179,7 @@ def conditional_levels(stream, elements, codebook, parent):
     group_of = (np.searchsorted(firsts, place_of, "right") - 1).tolist()
 
     symbols = []
-    for size, first in zip(sizes, range(0, elements, CONDITIONAL_BLOCK), strict=True):
-        count = min(CONDITIONAL_BLOCK, elements - first)
-        states = 1 if count < FEW else 4
+    for size, (first, count, states) in zip(sizes, blocks, strict=True):
         groups = group_of[first : first + count]
         block, used = rans(
             stream[begin : begin + size],
@@ -195,6 +193,28 @@ def conditional_levels(stream, elements, codebook, parent):
         symbols += block
         begin += size
     return level_of[place_of, np.array(symbols, np.int64)]
+
+
+def conditional_blocks(stream, elements):
+    """Return (first element, elements, states) of all blocks, their sizes, and where the sizes end."""
+    wide = elements > 0 and stream[3] > 0
+    check(not wide or (stream[3] == 1 and elements > NARROW), "a known layout")
+    if wide:
+        count = max(1, elements // WIDE)
+        ends = [WIDE * (i + 1) for i in range(count - 1)] + [elements]
+    else:
+        ends = [min(first + NARROW, elements) for first in range(0, elements, NARROW)]
+    sizes = list(struct.unpack_from(f"<{len(ends)}I", stream))
+    if wide:
+        sizes[0] -= 1 << 24
+    blocks = []
+    for first, end in zip([0, *ends], ends, strict=False):
+        if wide:
+            states = 8 if elements <= 3 * NARROW else 16 if elements <= 6 * NARROW else 32
+        else:
+            states = 1 if end - first < FEW else 4
+        blocks.append((first, end - first, states))
+    return blocks, sizes, 4 * len(ends)
 
 
 def symbols_of(positions, position, protected_first):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dynaquant import _native
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Codebook, Grid, LogGrid
 
-_BLOCK = 131_072
+_LONGEST_BLOCK = 1 << 21
 _MAX_RUNG_DIFFERENCE = 80
 """The largest difference in rungs between two grids that has its own tables: a factor of a million. Larger differences
 use the tables of this one."""
@@ -44,16 +44,21 @@ def encode(quantized: Quantized, parent: Quantized | None) -> bytes:
     return _native.encode_conditional(quantized.levels, sources, tables.symbol_of, tables.context_of, tables.contexts)
 
 
-def decode(stream: bytes, size: int, codebook: Codebook, parent: Quantized | None) -> NDArray[np.uint8]:
+def decode(
+    stream: bytes, size: int, codebook: Codebook, parent: Quantized | None, out: NDArray[np.uint8] | None = None
+) -> NDArray[np.uint8]:
     """Return the ``size`` levels of a stream that ``encode`` made, with the same codebooks.
 
-    Raises ValueError if the stream is damaged.
+    out: memory for the levels, uint8[size]. It may be the parent's levels, which then are overwritten, as when the
+    links of a chain are decoded one after another.
+
+    Raises ValueError if the stream is damaged. Then ``out`` may hold some of the levels.
     """
-    if size > _BLOCK * (len(stream) // 4):  # a block takes at least four bytes, its length; checked first
+    if size > _LONGEST_BLOCK * (len(stream) // 4):  # a block takes at least four bytes, its length; checked first
         raise ValueError("the coded levels end too early")
     tables = _tables(codebook, parent.codebook if parent else None)
     sources = _NOTHING if parent is None else parent.levels
-    values = np.empty(size, dtype=np.uint8)
+    values = np.empty(size, dtype=np.uint8) if out is None else out
     _native.decode_conditional(
         stream, sources, tables.level_of, tables.context_of, tables.contexts, tables.symbols, values
     )

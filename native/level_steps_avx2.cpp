@@ -1,0 +1,170 @@
+// The inner loops of level_rans with AVX2: eight states in a vector.
+#include <array>
+#include <bit>
+
+#include "level_steps.hpp"
+
+#ifdef DYNAQUANT_X86
+
+namespace dynaquant::level_rans {
+namespace {
+
+constexpr unsigned lanes = 8;
+
+// For every set of lanes that need a word: the index of the word that each lane takes.
+constexpr auto word_of_lane = [] {
+    std::array<std::array<std::uint8_t, lanes>, 256> table{};
+    for (unsigned mask = 0; mask < 256; ++mask) {
+        std::uint8_t word = 0;
+        for (unsigned lane = 0; lane < lanes; ++lane)
+            if (mask >> lane & 1) table[mask][lane] = word++;
+    }
+    return table;
+}();
+
+// For every set of lanes that write a word: these lanes at the end, in their order.
+constexpr auto lane_of_word = [] {
+    std::array<std::array<std::uint8_t, lanes>, 256> table{};
+    for (unsigned mask = 0; mask < 256; ++mask) {
+        unsigned word = lanes - static_cast<unsigned>(std::popcount(mask));
+        for (std::uint8_t lane = 0; lane < lanes; ++lane)
+            if (mask >> lane & 1) table[mask][word++] = lane;
+    }
+    return table;
+}();
+
+using Eight = std::array<std::uint32_t, lanes>;
+
+DYNAQUANT_AVX2 inline __m256i load(const std::uint32_t* numbers) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers));
+}
+
+DYNAQUANT_AVX2 inline void store(std::uint32_t* numbers, __m256i vector) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers), vector);
+}
+
+DYNAQUANT_AVX2 inline unsigned mask_of(__m256i lanes_that_are) {
+    return static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(lanes_that_are)));
+}
+
+// Decodes one level with each of eight states. Reads 16 bytes of words.
+template <bool with_parent>
+DYNAQUANT_AVX2 inline void decode_step(__m256i& state, const std::uint8_t*& words, const DecoderTable& table,
+                                       const std::uint8_t* parent, std::uint8_t* levels) {
+    const __m256i low = _mm256_set1_epi32(frequency_total - 1);
+    alignas(32) Eight at, slots;
+    _mm256_store_si256(reinterpret_cast<__m256i*>(at.data()), _mm256_and_si256(state, low));
+    // Scalar look-ups: gather instructions do the same, but are slower on many processors with AVX2.
+    for (unsigned lane = 0; lane < lanes; ++lane) {
+        const Slot slot = (with_parent ? table.slots_of(parent[lane]) : table.slots.data())[at[lane]];
+        const std::size_t symbol = slot >> 24;
+        slots[lane] = slot;
+        levels[lane] = with_parent ? table.level_of[std::size_t{parent[lane]} << 8 | symbol]
+                                   : static_cast<std::uint8_t>(symbol);
+    }
+    const __m256i slot = _mm256_load_si256(reinterpret_cast<const __m256i*>(slots.data()));
+    const __m256i quotient = _mm256_srli_epi32(state, frequency_bits);
+    const __m256i less = _mm256_and_si256(_mm256_srli_epi32(slot, frequency_bits), low);  // frequency - 1
+    const __m256i product = _mm256_add_epi32(_mm256_mullo_epi32(less, quotient), quotient);
+    state = _mm256_add_epi32(product, _mm256_and_si256(slot, low));
+
+    const __m256i needy = _mm256_cmpeq_epi32(_mm256_srli_epi32(state, 16), _mm256_setzero_si256());
+    const unsigned mask = mask_of(needy);
+    const __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
+    const __m256i places = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&word_of_lane[mask])));
+    const __m256i refilled =
+        _mm256_or_si256(_mm256_slli_epi32(state, 16), _mm256_permutevar8x32_epi32(next, places));
+    state = _mm256_blendv_epi8(state, refilled, needy);
+    words += 2 * std::popcount(mask);
+}
+
+template <unsigned vectors, bool with_parent>
+DYNAQUANT_AVX2 std::size_t decode_rows(Decoding& block, std::span<std::uint8_t> levels, std::size_t begin) {
+    constexpr std::size_t row = vectors * lanes;
+    __m256i state[vectors];
+    for (unsigned v = 0; v < vectors; ++v) state[v] = load(block.states.data() + v * lanes);
+    const std::uint8_t* words = block.words;
+    const std::uint8_t* parent = block.parent;
+    for (; levels.size() - begin >= row && block.readable - words >= std::ptrdiff_t{2 * row}; begin += row)
+        for (unsigned v = 0; v < vectors; ++v) {
+            const std::size_t i = begin + v * lanes;
+            decode_step<with_parent>(state[v], words, *block.table, parent + (with_parent ? i : 0), levels.data() + i);
+        }
+    for (unsigned v = 0; v < vectors; ++v) store(block.states.data() + v * lanes, state[v]);
+    block.words = words;
+    return begin;
+}
+
+// Encodes one level with each of eight states. Stores eight words before `words`, but moves it only by those that
+// count.
+template <bool with_parent>
+DYNAQUANT_AVX2 inline void encode_step(__m256i& state, std::uint16_t*& words, const EncoderTable& table,
+                                       const std::uint8_t* parent, const std::uint8_t* levels) {
+    const auto step = [&](unsigned lane) {
+        const std::size_t row = with_parent ? parent[lane] * table.columns : 0;
+        return std::bit_cast<long long>(table.steps[row + levels[lane]]);
+    };
+    const __m256 a = _mm256_castsi256_ps(_mm256_setr_epi64x(step(0), step(1), step(4), step(5)));
+    const __m256 b = _mm256_castsi256_ps(_mm256_setr_epi64x(step(2), step(3), step(6), step(7)));
+    const __m256i reciprocal = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88));
+    const __m256i rest = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xDD));
+    const __m256i complement = _mm256_and_si256(rest, _mm256_set1_epi32(frequency_total - 1));
+
+    // A state is full if its highest 12 bits are not below the frequency.
+    const __m256i high_bits = _mm256_srli_epi32(state, 32 - frequency_bits);
+    const __m256i full = _mm256_cmpgt_epi32(_mm256_add_epi32(high_bits, complement),
+                                            _mm256_set1_epi32(frequency_total - 1));
+    const unsigned mask = mask_of(full);
+    const __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&lane_of_word[mask])));
+    const __m256i low = _mm256_and_si256(_mm256_permutevar8x32_epi32(state, order), _mm256_set1_epi32(0xFFFF));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(words - lanes),
+                     _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+    words -= std::popcount(mask);
+    state = _mm256_blendv_epi8(state, _mm256_srli_epi32(state, 16), full);
+
+    const __m256i rounded = _mm256_add_epi32(state, _mm256_srli_epi32(rest, 29));
+    const __m256i even = _mm256_mul_epu32(rounded, reciprocal);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(rounded, 32), _mm256_srli_epi64(reciprocal, 32));
+    const __m256i high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+    const __m256i shift = _mm256_and_si256(_mm256_srli_epi32(rest, 25), _mm256_set1_epi32(0xF));
+    const __m256i bias = _mm256_and_si256(_mm256_srli_epi32(rest, 12), _mm256_set1_epi32(0x1FFF));
+    const __m256i quotient = _mm256_srlv_epi32(high, shift);
+    state = _mm256_add_epi32(_mm256_add_epi32(state, bias), _mm256_mullo_epi32(quotient, complement));
+}
+
+template <unsigned vectors, bool with_parent>
+DYNAQUANT_AVX2 void encode_rows(Encoding& block, std::span<const std::uint8_t> levels) {
+    constexpr std::size_t row = vectors * lanes;
+    __m256i state[vectors];
+    for (unsigned v = 0; v < vectors; ++v) state[v] = load(block.states.data() + v * lanes);
+    std::uint16_t* words = block.words;
+    const std::uint8_t* parent = block.parent;
+    for (std::size_t end = levels.size(); end > 0; end -= row)
+        for (unsigned v = vectors; v-- > 0;) {
+            const std::size_t i = end - row + v * lanes;
+            encode_step<with_parent>(state[v], words, *block.table, parent + (with_parent ? i : 0), levels.data() + i);
+        }
+    for (unsigned v = 0; v < vectors; ++v) store(block.states.data() + v * lanes, state[v]);
+    block.words = words;
+}
+
+template <unsigned vectors>
+constexpr auto decode_with = std::array{decode_rows<vectors, false>, decode_rows<vectors, true>};
+template <unsigned vectors>
+constexpr auto encode_with = std::array{encode_rows<vectors, false>, encode_rows<vectors, true>};
+
+}  // namespace
+
+std::size_t decode_rows_avx2(Decoding& block, unsigned states, std::span<std::uint8_t> levels, std::size_t begin) {
+    const auto& decode = states == 32 ? decode_with<4> : states == 16 ? decode_with<2> : decode_with<1>;
+    return decode[block.parent != nullptr](block, levels, begin);
+}
+
+void encode_rows_avx2(Encoding& block, unsigned states, std::span<const std::uint8_t> levels) {
+    const auto& encode = states == 32 ? encode_with<4> : states == 16 ? encode_with<2> : encode_with<1>;
+    encode[block.parent != nullptr](block, levels);
+}
+
+}  // namespace dynaquant::level_rans
+
+#endif

@@ -1,0 +1,171 @@
+// The inner loops of level_rans with AVX-512: sixteen states in a vector.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own header
+#endif
+
+#include <array>
+#include <bit>
+#include <cstddef>
+
+#include "level_steps.hpp"
+
+#ifdef DYNAQUANT_X86
+
+namespace dynaquant::level_rans {
+namespace {
+
+constexpr unsigned lanes = 16;
+
+// A table of 256 bytes in registers.
+struct ByteTable {
+    __m512i quarter[4];
+};
+
+DYNAQUANT_AVX512 inline ByteTable byte_table(const std::array<std::uint8_t, parent_levels>& bytes) {
+    ByteTable table;
+    for (unsigned q = 0; q < 4; ++q) table.quarter[q] = _mm512_loadu_si512(bytes.data() + 64 * q);
+    return table;
+}
+
+DYNAQUANT_AVX512 inline __m512i look_up(const ByteTable& table, __m512i index) {
+    const __m512i low = _mm512_permutex2var_epi8(table.quarter[0], index, table.quarter[1]);
+    const __m512i high = _mm512_permutex2var_epi8(table.quarter[2], index, table.quarter[3]);
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high);
+}
+
+DYNAQUANT_AVX512 inline __m128i load16(const std::uint8_t* bytes) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+}
+
+// Changes sixteen states as the slots say, and refills them. Reads 32 bytes of words.
+DYNAQUANT_AVX512 inline void decode_step(__m512i& state, __m512i slot, const std::uint8_t*& words) {
+    const __m512i low = _mm512_set1_epi32(frequency_total - 1);
+    const __m512i quotient = _mm512_srli_epi32(state, frequency_bits);
+    const __m512i less = _mm512_and_si512(_mm512_srli_epi32(slot, frequency_bits), low);  // frequency - 1
+    const __m512i sum = _mm512_add_epi32(quotient, _mm512_and_si512(slot, low));
+    state = _mm512_add_epi32(_mm512_mullo_epi32(less, quotient), sum);
+
+    const __mmask16 needy = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(lowest_state));
+    const __m512i next = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
+    const __m512i taken = _mm512_maskz_expand_epi32(needy, next);
+    state = _mm512_mask_or_epi32(state, needy, _mm512_slli_epi32(state, 16), taken);
+    words += 2 * std::popcount(static_cast<unsigned>(needy));
+}
+
+template <unsigned vectors, bool with_parent>
+DYNAQUANT_AVX512 std::size_t decode_rows(Decoding& block, std::span<std::uint8_t> levels, std::size_t begin) {
+    constexpr std::size_t row = vectors * lanes;
+    const __m512i low = _mm512_set1_epi32(frequency_total - 1);
+    const DecoderTable& table = *block.table;
+    const Slot* const slots = table.slots.data();
+    const std::uint8_t* const level_of = table.level_of;
+    const ByteTable group_of = byte_table(table.group);
+    __m512i state[vectors];
+    for (unsigned v = 0; v < vectors; ++v) state[v] = _mm512_loadu_si512(block.states.data() + v * lanes);
+    const std::uint8_t* words = block.words;
+    for (; levels.size() - begin >= row && block.readable - words >= std::ptrdiff_t{2 * row}; begin += row) {
+        __m512i parent, group;  // bytes, as many as the row has
+        if constexpr (with_parent) {
+            const std::uint8_t* const from = block.parent + begin;
+            parent = vectors == 1 ? _mm512_castsi128_si512(load16(from))
+                                  : _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+            group = look_up(group_of, parent);
+        }
+        __m512i slot[vectors];
+        for (unsigned v = 0; v < vectors; ++v) {
+            __m512i index = _mm512_and_si512(state[v], low);
+            if constexpr (with_parent) {
+                const __m512i of_vector = _mm512_cvtepu8_epi32(v == 0 ? _mm512_castsi512_si128(group)
+                                                                      : _mm512_extracti32x4_epi32(group, 1));
+                index = _mm512_or_si512(index, _mm512_slli_epi32(of_vector, frequency_bits));
+            }
+            slot[v] = _mm512_i32gather_epi32(index, slots, sizeof(Slot));
+            decode_step(state[v], slot[v], words);
+        }
+        for (unsigned v = 0; v < vectors; ++v) {
+            const __m512i symbol = _mm512_srli_epi32(slot[v], 24);
+            __m128i found;
+            if constexpr (with_parent) {
+                const __m128i sources = v == 0 ? _mm512_castsi512_si128(parent) : _mm512_extracti32x4_epi32(parent, 1);
+                const __m512i index = _mm512_or_si512(_mm512_slli_epi32(_mm512_cvtepu8_epi32(sources), 8), symbol);
+                found = _mm512_cvtepi32_epi8(_mm512_i32gather_epi32(index, level_of, 1));
+            } else {
+                found = _mm512_cvtepi32_epi8(symbol);
+            }
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(levels.data() + begin + v * lanes), found);
+        }
+    }
+    for (unsigned v = 0; v < vectors; ++v) _mm512_storeu_si512(block.states.data() + v * lanes, state[v]);
+    block.words = words;
+    return begin;
+}
+
+// Encodes one level with each of sixteen states. Writes words backwards from `words`.
+template <bool with_parent>
+DYNAQUANT_AVX512 inline void encode_step(__m512i& state, std::uint16_t*& words, const EncoderTable& table,
+                                         const std::uint8_t* parent, const std::uint8_t* levels) {
+    __m256i index = _mm256_cvtepu8_epi16(load16(levels));
+    if constexpr (with_parent) {
+        const __m256i columns = _mm256_set1_epi16(static_cast<short>(table.columns));
+        index = _mm256_add_epi16(index, _mm256_mullo_epi16(_mm256_cvtepu8_epi16(load16(parent)), columns));
+    }
+    const __m512i at = _mm512_cvtepu16_epi32(index);
+    const auto* const steps = reinterpret_cast<const std::uint8_t*>(table.steps.data());
+    const __m512i reciprocal = _mm512_i32gather_epi32(at, steps, sizeof(EncoderStep));
+    const __m512i rest = _mm512_i32gather_epi32(at, steps + offsetof(EncoderStep, rest), sizeof(EncoderStep));
+    const __m512i whole = _mm512_set1_epi32(frequency_total);
+    const __m512i complement = _mm512_and_si512(rest, _mm512_set1_epi32(frequency_total - 1));
+
+    // A state is full if its highest 12 bits are not below the frequency.
+    const __m512i high_bits = _mm512_srli_epi32(state, 32 - frequency_bits);
+    const __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_add_epi32(high_bits, complement), whole);
+    const auto count = static_cast<unsigned>(std::popcount(static_cast<unsigned>(full)));
+    words -= count;
+    _mm256_mask_storeu_epi16(words, static_cast<__mmask16>((1u << count) - 1),
+                             _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, state)));
+    state = _mm512_mask_srli_epi32(state, full, state, 16);
+
+    const __m512i rounded = _mm512_add_epi32(state, _mm512_srli_epi32(rest, 29));
+    const __m512i even = _mm512_mul_epu32(rounded, reciprocal);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(rounded, 32), _mm512_srli_epi64(reciprocal, 32));
+    const __m512i high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+    const __m512i shift = _mm512_and_si512(_mm512_srli_epi32(rest, 25), _mm512_set1_epi32(0xF));
+    const __m512i bias = _mm512_and_si512(_mm512_srli_epi32(rest, 12), _mm512_set1_epi32(0x1FFF));
+    const __m512i quotient = _mm512_srlv_epi32(high, shift);
+    state = _mm512_add_epi32(_mm512_add_epi32(state, bias), _mm512_mullo_epi32(quotient, complement));
+}
+
+template <unsigned vectors, bool with_parent>
+DYNAQUANT_AVX512 void encode_rows(Encoding& block, std::span<const std::uint8_t> levels) {
+    constexpr std::size_t row = vectors * lanes;
+    __m512i state[vectors];
+    for (unsigned v = 0; v < vectors; ++v) state[v] = _mm512_loadu_si512(block.states.data() + v * lanes);
+    std::uint16_t* words = block.words;
+    const std::uint8_t* parent = block.parent;
+    for (std::size_t end = levels.size(); end > 0; end -= row)
+        for (unsigned v = vectors; v-- > 0;) {
+            const std::size_t i = end - row + v * lanes;
+            encode_step<with_parent>(state[v], words, *block.table, parent + (with_parent ? i : 0), levels.data() + i);
+        }
+    for (unsigned v = 0; v < vectors; ++v) _mm512_storeu_si512(block.states.data() + v * lanes, state[v]);
+    block.words = words;
+}
+
+template <unsigned vectors>
+constexpr auto decode_with = std::array{decode_rows<vectors, false>, decode_rows<vectors, true>};
+template <unsigned vectors>
+constexpr auto encode_with = std::array{encode_rows<vectors, false>, encode_rows<vectors, true>};
+
+}  // namespace
+
+std::size_t decode_rows_avx512(Decoding& block, unsigned states, std::span<std::uint8_t> levels, std::size_t begin) {
+    return (states == 32 ? decode_with<2> : decode_with<1>)[block.parent != nullptr](block, levels, begin);
+}
+
+void encode_rows_avx512(Encoding& block, unsigned states, std::span<const std::uint8_t> levels) {
+    (states == 32 ? encode_with<2> : encode_with<1>)[block.parent != nullptr](block, levels);
+}
+
+}  // namespace dynaquant::level_rans
+
+#endif
