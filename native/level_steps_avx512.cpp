@@ -16,7 +16,7 @@ namespace {
 
 constexpr unsigned lanes = 16;
 
-// A table of 256 bytes in registers.
+// A table of 256 bytes, in registers.
 struct ByteTable {
     __m512i quarter[4];
 };
@@ -37,14 +37,32 @@ DYNAQUANT_AVX512 inline __m128i load16(const std::uint8_t* bytes) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
 }
 
-// Changes sixteen states as the slots say, and refills them. Reads 32 bytes of words.
-DYNAQUANT_AVX512 inline void decode_step(__m512i& state, __m512i slot, const std::uint8_t*& words) {
-    const __m512i low = _mm512_set1_epi32(frequency_total - 1);
-    const __m512i quotient = _mm512_srli_epi32(state, frequency_bits);
-    const __m512i less = _mm512_and_si512(_mm512_srli_epi32(slot, frequency_bits), low);  // frequency - 1
-    const __m512i sum = _mm512_add_epi32(quotient, _mm512_and_si512(slot, low));
-    state = _mm512_add_epi32(_mm512_mullo_epi32(less, quotient), sum);
+// Bytes of a row of states: 16 or 32, in the low part of a register.
+template <unsigned vectors>
+DYNAQUANT_AVX512 inline __m512i load_row(const std::uint8_t* bytes) {
+    if constexpr (vectors == 1) return _mm512_castsi128_si512(load16(bytes));
+    return _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)));
+}
 
+template <unsigned vectors>
+DYNAQUANT_AVX512 inline void store_row(std::uint8_t* bytes, __m512i row) {
+    if constexpr (vectors == 1)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), _mm512_castsi512_si128(row));
+    else
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes), _mm512_castsi512_si256(row));
+}
+
+// Returns the bytes of a row that belong to the first or the second vector of states.
+DYNAQUANT_AVX512 inline __m512i of_vector(__m512i row, unsigned vector) {
+    return _mm512_cvtepu8_epi32(vector == 0 ? _mm512_castsi512_si128(row) : _mm512_extracti32x4_epi32(row, 1));
+}
+
+DYNAQUANT_AVX512 inline __m512i low_bits(__m512i numbers) {
+    return _mm512_and_si512(numbers, _mm512_set1_epi32(frequency_total - 1));
+}
+
+// Shifts a word into each state that is too low. Reads 32 bytes of words.
+DYNAQUANT_AVX512 inline void refill(__m512i& state, const std::uint8_t*& words) {
     const __mmask16 needy = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(lowest_state));
     const __m512i next = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
     const __m512i taken = _mm512_maskz_expand_epi32(needy, next);
@@ -52,47 +70,70 @@ DYNAQUANT_AVX512 inline void decode_step(__m512i& state, __m512i slot, const std
     words += 2 * std::popcount(static_cast<unsigned>(needy));
 }
 
+// What an unchanged level means for a state, for all parent levels. Symbol 0 has the first slots of its table.
+struct Unchanged {
+    ByteTable level, frequency_low, frequency_high;
+};
+
+// Decodes a row in which all symbols are 0, without look-ups in memory. Returns whether it is such a row. If not, nothing
+// changes.
+template <unsigned vectors>
+DYNAQUANT_AVX512 inline bool decode_unchanged(__m512i* state, const std::uint8_t*& words, const Unchanged& unchanged,
+                                              __m512i parent, std::uint8_t* levels) {
+    const __m512i low = look_up(unchanged.frequency_low, parent), high = look_up(unchanged.frequency_high, parent);
+    __m512i frequency[vectors];
+    unsigned others = 0;
+    for (unsigned v = 0; v < vectors; ++v) {
+        frequency[v] = _mm512_or_si512(of_vector(low, v), _mm512_slli_epi32(of_vector(high, v), 8));
+        others |= _mm512_cmpge_epu32_mask(low_bits(state[v]), frequency[v]);
+    }
+    if (others != 0) return false;
+    for (unsigned v = 0; v < vectors; ++v) {
+        const __m512i product = _mm512_mullo_epi32(frequency[v], _mm512_srli_epi32(state[v], frequency_bits));
+        state[v] = _mm512_add_epi32(product, low_bits(state[v]));
+        refill(state[v], words);
+    }
+    store_row<vectors>(levels, look_up(unchanged.level, parent));
+    return true;
+}
+
 template <unsigned vectors, bool with_parent>
 DYNAQUANT_AVX512 std::size_t decode_rows(Decoding& block, std::span<std::uint8_t> levels, std::size_t begin) {
     constexpr std::size_t row = vectors * lanes;
-    const __m512i low = _mm512_set1_epi32(frequency_total - 1);
     const DecoderTable& table = *block.table;
     const Slot* const slots = table.slots.data();
     const std::uint8_t* const level_of = table.level_of;
     const ByteTable group_of = byte_table(table.group);
+    const Unchanged unchanged{byte_table(table.first), byte_table(table.first_low), byte_table(table.first_high)};
     __m512i state[vectors];
     for (unsigned v = 0; v < vectors; ++v) state[v] = _mm512_loadu_si512(block.states.data() + v * lanes);
     const std::uint8_t* words = block.words;
     for (; levels.size() - begin >= row && block.readable - words >= std::ptrdiff_t{2 * row}; begin += row) {
-        __m512i parent, group;  // bytes, as many as the row has
+        std::uint8_t* const out = levels.data() + begin;
+        __m512i parent = _mm512_setzero_si512(), group = parent;
         if constexpr (with_parent) {
-            const std::uint8_t* const from = block.parent + begin;
-            parent = vectors == 1 ? _mm512_castsi128_si512(load16(from))
-                                  : _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+            parent = load_row<vectors>(block.parent + begin);
+            if (decode_unchanged<vectors>(state, words, unchanged, parent, out)) continue;
             group = look_up(group_of, parent);
         }
         __m512i slot[vectors];
         for (unsigned v = 0; v < vectors; ++v) {
-            __m512i index = _mm512_and_si512(state[v], low);
-            if constexpr (with_parent) {
-                const __m512i of_vector = _mm512_cvtepu8_epi32(v == 0 ? _mm512_castsi512_si128(group)
-                                                                      : _mm512_extracti32x4_epi32(group, 1));
-                index = _mm512_or_si512(index, _mm512_slli_epi32(of_vector, frequency_bits));
-            }
+            __m512i index = low_bits(state[v]);
+            if (with_parent) index = _mm512_or_si512(index, _mm512_slli_epi32(of_vector(group, v), frequency_bits));
             slot[v] = _mm512_i32gather_epi32(index, slots, sizeof(Slot));
-            decode_step(state[v], slot[v], words);
+            const __m512i quotient = _mm512_srli_epi32(state[v], frequency_bits);
+            const __m512i less = low_bits(_mm512_srli_epi32(slot[v], frequency_bits));  // frequency - 1
+            const __m512i sum = _mm512_add_epi32(quotient, low_bits(slot[v]));
+            state[v] = _mm512_add_epi32(_mm512_mullo_epi32(less, quotient), sum);
+            refill(state[v], words);
         }
         for (unsigned v = 0; v < vectors; ++v) {
-            const __m512i symbol = _mm512_srli_epi32(slot[v], 24);
-            __m128i found;
-            if constexpr (with_parent) {
-                const __m128i sources = v == 0 ? _mm512_castsi512_si128(parent) : _mm512_extracti32x4_epi32(parent, 1);
-                const __m512i index = _mm512_or_si512(_mm512_slli_epi32(_mm512_cvtepu8_epi32(sources), 8), symbol);
-                found = _mm512_cvtepi32_epi8(_mm512_i32gather_epi32(index, level_of, 1));
-            } else {
-                found = _mm512_cvtepi32_epi8(symbol);
+            __m512i level = _mm512_srli_epi32(slot[v], 24);
+            if (with_parent) {
+                const __m512i pair = _mm512_or_si512(_mm512_slli_epi32(of_vector(parent, v), 8), level);
+                level = _mm512_i32gather_epi32(pair, level_of, 1);  // its low byte
             }
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(levels.data() + begin + v * lanes), found);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + v * lanes), _mm512_cvtepi32_epi8(level));
         }
     }
     for (unsigned v = 0; v < vectors; ++v) _mm512_storeu_si512(block.states.data() + v * lanes, state[v]);
