@@ -74,8 +74,8 @@ struct DecoderTable {
     std::vector<Slot> slots;                        // 4096 for each group; without a parent, a level for the symbol
     std::array<std::uint8_t, parent_levels> group;  // of each parent level
     const std::uint8_t* level_of;  // at parent level << 8 | symbol. Of 8 states or more, three more bytes are readable
-    // For each parent level: the level of symbol 0, which mostly means that nothing changes, and the low and the high
-    // byte of its frequency.
+    // For each parent level: the level of symbol 0, which mostly is the most frequent one, and the low and the high byte
+    // of its frequency.
     std::array<std::uint8_t, parent_levels> first, first_low, first_high;
 
     const Slot* slots_of(std::uint8_t source) const { return slots.data() + group[source] * frequency_total; }

@@ -70,70 +70,82 @@ DYNAQUANT_AVX512 inline void refill(__m512i& state, const std::uint8_t*& words) 
     words += 2 * std::popcount(static_cast<unsigned>(needy));
 }
 
-// What an unchanged level means for a state, for all parent levels. Symbol 0 has the first slots of its table.
-struct Unchanged {
-    ByteTable level, frequency_low, frequency_high;
-};
-
-// Decodes a row in which all symbols are 0, without look-ups in memory. Returns whether it is such a row. If not, nothing
-// changes.
-template <unsigned vectors>
-DYNAQUANT_AVX512 inline bool decode_unchanged(__m512i* state, const std::uint8_t*& words, const Unchanged& unchanged,
-                                              __m512i parent, std::uint8_t* levels) {
-    const __m512i low = look_up(unchanged.frequency_low, parent), high = look_up(unchanged.frequency_high, parent);
-    __m512i frequency[vectors];
-    unsigned others = 0;
-    for (unsigned v = 0; v < vectors; ++v) {
-        frequency[v] = _mm512_or_si512(of_vector(low, v), _mm512_slli_epi32(of_vector(high, v), 8));
-        others |= _mm512_cmpge_epu32_mask(low_bits(state[v]), frequency[v]);
-    }
-    if (others != 0) return false;
-    for (unsigned v = 0; v < vectors; ++v) {
-        const __m512i product = _mm512_mullo_epi32(frequency[v], _mm512_srli_epi32(state[v], frequency_bits));
-        state[v] = _mm512_add_epi32(product, low_bits(state[v]));
-        refill(state[v], words);
-    }
-    store_row<vectors>(levels, look_up(unchanged.level, parent));
-    return true;
+// Moves each state on by a symbol with this frequency, whose slots begin so far before that of the state.
+DYNAQUANT_AVX512 inline void advance(__m512i& state, __m512i frequency, __m512i offset, const std::uint8_t*& words) {
+    const __m512i product = _mm512_mullo_epi32(frequency, _mm512_srli_epi32(state, frequency_bits));
+    state = _mm512_add_epi32(product, offset);
+    refill(state, words);
 }
 
-template <unsigned vectors, bool with_parent>
-DYNAQUANT_AVX512 std::size_t decode_rows(Decoding& block, std::span<std::uint8_t> levels, std::size_t begin) {
+DYNAQUANT_AVX512 inline __m512i frequency_of(__m512i slot) {
+    return _mm512_add_epi32(low_bits(_mm512_srli_epi32(slot, frequency_bits)), _mm512_set1_epi32(1));
+}
+
+// Decodes rows without a parent: one group, whose slots have the levels.
+template <unsigned vectors>
+DYNAQUANT_AVX512 std::size_t decode_alone(Decoding& block, std::span<std::uint8_t> levels, std::size_t begin) {
+    constexpr std::size_t row = vectors * lanes;
+    const Slot* const slots = block.table->slots.data();
+    __m512i state[vectors];
+    for (unsigned v = 0; v < vectors; ++v) state[v] = _mm512_loadu_si512(block.states.data() + v * lanes);
+    const std::uint8_t* words = block.words;
+    for (; levels.size() - begin >= row && block.readable - words >= std::ptrdiff_t{2 * row}; begin += row)
+        for (unsigned v = 0; v < vectors; ++v) {
+            const __m512i slot = _mm512_i32gather_epi32(low_bits(state[v]), slots, sizeof(Slot));
+            advance(state[v], frequency_of(slot), low_bits(slot), words);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(levels.data() + begin + v * lanes),
+                             _mm512_cvtepi32_epi8(_mm512_srli_epi32(slot, 24)));
+        }
+    for (unsigned v = 0; v < vectors; ++v) _mm512_storeu_si512(block.states.data() + v * lanes, state[v]);
+    block.words = words;
+    return begin;
+}
+
+// Decodes rows with a parent. Symbol 0, the level nearest to the parent's, mostly is the most frequent one. It has the
+// first slots of its group, so a state shows it without a look-up in memory. Only other symbols are looked up: the slots
+// of many groups do not fit into the fast caches.
+template <unsigned vectors>
+DYNAQUANT_AVX512 std::size_t decode_given(Decoding& block, std::span<std::uint8_t> levels, std::size_t begin) {
     constexpr std::size_t row = vectors * lanes;
     const DecoderTable& table = *block.table;
     const Slot* const slots = table.slots.data();
     const std::uint8_t* const level_of = table.level_of;
-    const ByteTable group_of = byte_table(table.group);
-    const Unchanged unchanged{byte_table(table.first), byte_table(table.first_low), byte_table(table.first_high)};
+    const ByteTable group_of = byte_table(table.group), first_of = byte_table(table.first);
+    const ByteTable low_of = byte_table(table.first_low), high_of = byte_table(table.first_high);
     __m512i state[vectors];
     for (unsigned v = 0; v < vectors; ++v) state[v] = _mm512_loadu_si512(block.states.data() + v * lanes);
     const std::uint8_t* words = block.words;
     for (; levels.size() - begin >= row && block.readable - words >= std::ptrdiff_t{2 * row}; begin += row) {
         std::uint8_t* const out = levels.data() + begin;
-        __m512i parent = _mm512_setzero_si512(), group = parent;
-        if constexpr (with_parent) {
-            parent = load_row<vectors>(block.parent + begin);
-            if (decode_unchanged<vectors>(state, words, unchanged, parent, out)) continue;
-            group = look_up(group_of, parent);
+        const __m512i parent = load_row<vectors>(block.parent + begin), first = look_up(first_of, parent);
+        const __m512i low = look_up(low_of, parent), high = look_up(high_of, parent);
+        __m512i frequency[vectors], offset[vectors];
+        __mmask16 others[vectors];
+        unsigned any = 0;
+        for (unsigned v = 0; v < vectors; ++v) {
+            frequency[v] = _mm512_or_si512(of_vector(low, v), _mm512_slli_epi32(of_vector(high, v), 8));
+            offset[v] = low_bits(state[v]);
+            any |= others[v] = _mm512_cmpge_epu32_mask(offset[v], frequency[v]);
         }
+        if (any == 0) {
+            for (unsigned v = 0; v < vectors; ++v) advance(state[v], frequency[v], offset[v], words);
+            store_row<vectors>(out, first);
+            continue;
+        }
+        const __m512i group = look_up(group_of, parent);
         __m512i slot[vectors];
         for (unsigned v = 0; v < vectors; ++v) {
-            __m512i index = low_bits(state[v]);
-            if (with_parent) index = _mm512_or_si512(index, _mm512_slli_epi32(of_vector(group, v), frequency_bits));
-            slot[v] = _mm512_i32gather_epi32(index, slots, sizeof(Slot));
-            const __m512i quotient = _mm512_srli_epi32(state[v], frequency_bits);
-            const __m512i less = low_bits(_mm512_srli_epi32(slot[v], frequency_bits));  // frequency - 1
-            const __m512i sum = _mm512_add_epi32(quotient, low_bits(slot[v]));
-            state[v] = _mm512_add_epi32(_mm512_mullo_epi32(less, quotient), sum);
-            refill(state[v], words);
+            const __m512i index = _mm512_or_si512(offset[v], _mm512_slli_epi32(of_vector(group, v), frequency_bits));
+            slot[v] = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), others[v], index, slots, sizeof(Slot));
+            frequency[v] = _mm512_mask_mov_epi32(frequency[v], others[v], frequency_of(slot[v]));
+            offset[v] = _mm512_mask_mov_epi32(offset[v], others[v], low_bits(slot[v]));
+            advance(state[v], frequency[v], offset[v], words);
         }
         for (unsigned v = 0; v < vectors; ++v) {
-            __m512i level = _mm512_srli_epi32(slot[v], 24);
-            if (with_parent) {
-                const __m512i pair = _mm512_or_si512(_mm512_slli_epi32(of_vector(parent, v), 8), level);
-                level = _mm512_i32gather_epi32(pair, level_of, 1);  // its low byte
-            }
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + v * lanes), _mm512_cvtepi32_epi8(level));
+            const __m512i symbol = _mm512_srli_epi32(slot[v], 24);
+            const __m512i pair = _mm512_or_si512(_mm512_slli_epi32(of_vector(parent, v), 8), symbol);
+            const __m512i level = _mm512_mask_i32gather_epi32(of_vector(first, v), others[v], pair, level_of, 1);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + v * lanes), _mm512_cvtepi32_epi8(level));  // its low byte
         }
     }
     for (unsigned v = 0; v < vectors; ++v) _mm512_storeu_si512(block.states.data() + v * lanes, state[v]);
@@ -193,14 +205,14 @@ DYNAQUANT_AVX512 void encode_rows(Encoding& block, std::span<const std::uint8_t>
 }
 
 template <unsigned vectors>
-constexpr auto decode_with = std::array{decode_rows<vectors, false>, decode_rows<vectors, true>};
-template <unsigned vectors>
 constexpr auto encode_with = std::array{encode_rows<vectors, false>, encode_rows<vectors, true>};
 
 }  // namespace
 
 std::size_t decode_rows_avx512(Decoding& block, unsigned states, std::span<std::uint8_t> levels, std::size_t begin) {
-    return (states == 32 ? decode_with<2> : decode_with<1>)[block.parent != nullptr](block, levels, begin);
+    if (block.parent == nullptr)
+        return states == 32 ? decode_alone<2>(block, levels, begin) : decode_alone<1>(block, levels, begin);
+    return states == 32 ? decode_given<2>(block, levels, begin) : decode_given<1>(block, levels, begin);
 }
 
 void encode_rows_avx512(Encoding& block, unsigned states, std::span<const std::uint8_t> levels) {
