@@ -1,12 +1,9 @@
 // The inner loops of level_rans with AVX-512: sixteen states in a vector.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own header
-#endif
-
 #include <array>
 #include <bit>
 #include <cstddef>
 
+#include "byte_table.hpp"
 #include "level_steps.hpp"
 
 #ifdef DYNAQUANT_X86
@@ -15,23 +12,6 @@ namespace dynaquant::level_rans {
 namespace {
 
 constexpr unsigned lanes = 16;
-
-// A table of 256 bytes, in registers.
-struct ByteTable {
-    __m512i quarter[4];
-};
-
-DYNAQUANT_AVX512 inline ByteTable byte_table(const std::array<std::uint8_t, parent_levels>& bytes) {
-    ByteTable table;
-    for (unsigned q = 0; q < 4; ++q) table.quarter[q] = _mm512_loadu_si512(bytes.data() + 64 * q);
-    return table;
-}
-
-DYNAQUANT_AVX512 inline __m512i look_up(const ByteTable& table, __m512i index) {
-    const __m512i low = _mm512_permutex2var_epi8(table.quarter[0], index, table.quarter[1]);
-    const __m512i high = _mm512_permutex2var_epi8(table.quarter[2], index, table.quarter[3]);
-    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high);
-}
 
 DYNAQUANT_AVX512 inline __m128i load16(const std::uint8_t* bytes) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));

@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
 
+#include "byte_table.hpp"
 #include "parallel.hpp"
 
 namespace dynaquant {
@@ -24,6 +26,72 @@ template <class T>
 std::span<T> block_of(std::span<T> values, std::size_t block, std::size_t size = block_size) {
     const std::size_t begin = block * size;
     return values.subspan(begin, std::min(size, values.size() - begin));
+}
+
+std::size_t count_of(std::span<const std::uint8_t> levels, std::uint8_t wanted) {
+    std::size_t total = 0;
+    for (std::size_t begin = 0; begin < levels.size(); begin += 255) {
+        std::uint8_t count = 0;  // a byte, which is enough for 255 levels, makes the vectors of compilers long
+        for (const auto level : levels.subspan(begin, std::min<std::size_t>(255, levels.size() - begin)))
+            count = static_cast<std::uint8_t>(count + (level == wanted));
+        total += count;
+    }
+    return total;
+}
+
+template <class Bits>
+using ValueTable = std::array<Bits, 256>;
+
+#ifdef DYNAQUANT_X86
+
+// Looks up 64 values at a time, each byte of a value in a table of its own. Returns how many values it has set.
+template <class Bits>
+DYNAQUANT_AVX512 std::size_t look_up_avx512(std::span<const std::uint8_t> levels, const ValueTable<Bits>& values,
+                                            Bits* out) {
+    ByteTable tables[sizeof(Bits)];
+    for (unsigned k = 0; k < sizeof(Bits); ++k) {
+        std::array<std::uint8_t, 256> bytes;
+        for (std::size_t level = 0; level < bytes.size(); ++level)
+            bytes[level] = static_cast<std::uint8_t>(values[level] >> 8 * k);
+        tables[k] = byte_table(bytes);
+    }
+    // Unpacking interleaves within each quarter of a register. With the levels in this order, the values come out in
+    // order.
+    const __m512i order = sizeof(Bits) == 2 ? _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7)
+                                            : _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    std::size_t i = 0;
+    for (; i + 64 <= levels.size(); i += 64) {
+        const __m512i loaded = _mm512_loadu_si512(levels.data() + i);
+        const __m512i index = sizeof(Bits) == 2 ? _mm512_permutexvar_epi64(order, loaded)
+                                                : _mm512_permutexvar_epi32(order, loaded);
+        __m512i byte[sizeof(Bits)];
+        for (unsigned k = 0; k < sizeof(Bits); ++k) byte[k] = look_up(tables[k], index);
+        const __m512i low = _mm512_unpacklo_epi8(byte[0], byte[1]), high = _mm512_unpackhi_epi8(byte[0], byte[1]);
+        if constexpr (sizeof(Bits) == 2) {
+            _mm512_storeu_si512(out + i, low);
+            _mm512_storeu_si512(out + i + 32, high);
+        } else {
+            const __m512i upper_low = _mm512_unpacklo_epi8(byte[2], byte[3]);
+            const __m512i upper_high = _mm512_unpackhi_epi8(byte[2], byte[3]);
+            _mm512_storeu_si512(out + i, _mm512_unpacklo_epi16(low, upper_low));
+            _mm512_storeu_si512(out + i + 16, _mm512_unpackhi_epi16(low, upper_low));
+            _mm512_storeu_si512(out + i + 32, _mm512_unpacklo_epi16(high, upper_high));
+            _mm512_storeu_si512(out + i + 48, _mm512_unpackhi_epi16(high, upper_high));
+        }
+    }
+    return i;
+}
+
+#endif
+
+// Sets out[i] to values[levels[i]].
+template <class Bits>
+void look_up(std::span<const std::uint8_t> levels, const ValueTable<Bits>& values, std::span<Bits> out) {
+    std::size_t done = 0;
+#ifdef DYNAQUANT_X86
+    if (has_avx512()) done = look_up_avx512<Bits>(levels, values, out.data());
+#endif
+    for (; done < levels.size(); ++done) out[done] = values[levels[done]];
 }
 
 }  // namespace
@@ -88,18 +156,14 @@ void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits
         const auto block = block_of(levels, b, small_block);
         if (!block.empty() && highest_of(block) >= table.size())
             throw std::invalid_argument("a level lies outside the codebook");
-        first[b + 1] = static_cast<std::size_t>(std::count(block.begin(), block.end(), level_protected));
+        first[b + 1] = count_of(block, level_protected);
         return block;
     };
-    std::array<Bits, 256> full{};  // has a value for every byte, so look-ups need no check
+    ValueTable<Bits> full{};  // has a value for every byte, so look-ups need no check
     std::copy_n(table.begin(), std::min(table.size(), full.size()), full.begin());
     // Protected levels take the next of the protected values, so a block depends on those before it: rare, and slower.
     if (protected_values.empty()) {
-        parallel_for(blocks, [&](std::size_t b) {
-            const auto block = checked(b);
-            std::transform(block.begin(), block.end(), block_of(out, b, small_block).begin(),
-                           [&](std::uint8_t level) { return full[level]; });
-        });
+        parallel_for(blocks, [&](std::size_t b) { look_up<Bits>(checked(b), full, block_of(out, b, small_block)); });
     } else {
         parallel_for(blocks, checked);
     }
@@ -108,13 +172,16 @@ void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits
         throw std::invalid_argument("the number of protected values differs from the number of protected levels");
     if (protected_values.empty()) return;
     parallel_for(blocks, [&](std::size_t b) {
-        std::size_t next = first[b];
-        const auto value_of = [&](std::uint8_t level) {
-            if (level != level_protected) return full[level];
-            return static_cast<Bits>(static_cast<Bits>(protected_values[next++]) << bucket_shift<Bits>);
-        };
         const auto block = block_of(levels, b, small_block);
-        std::transform(block.begin(), block.end(), block_of(out, b, small_block).begin(), value_of);
+        const auto values = block_of(out, b, small_block);
+        look_up<Bits>(block, full, values);
+        const std::uint8_t* from = block.data();
+        for (std::size_t next = first[b]; next < first[b + 1]; ++next, ++from) {
+            const auto left = static_cast<std::size_t>(block.data() + block.size() - from);
+            from = static_cast<const std::uint8_t*>(std::memchr(from, level_protected, left));
+            values[static_cast<std::size_t>(from - block.data())] =
+                static_cast<Bits>(static_cast<Bits>(protected_values[next]) << bucket_shift<Bits>);
+        }
     });
 }
 

@@ -131,6 +131,17 @@ def test_levels_can_take_the_place_of_the_parents():
     assert np.array_equal(found, after.levels)
 
 
+def test_a_link_of_a_chain_can_overwrite_the_levels_of_its_parent():
+    values, random = weights(100_000)
+    before, after = on_grid(values, -26), on_grid(values + random.normal(0, 0.001, values.size), -26)
+    scheme, stream = encode(after, before)
+    kept = decode(scheme, Coded(after.dtype, after.shape, stream, before))
+    assert not np.shares_memory(kept.levels, before.levels)
+    found = decode(scheme, Coded(after.dtype, after.shape, stream, before, overwrite=True))
+    assert found.levels is before.levels
+    assert bits(values_of(found)) == bits(values_of(after)) == bits(values_of(kept))
+
+
 def on_grid(values, rung):
     quantized = quantize(torch.from_numpy(values.astype(np.float32)), rung)
     assert not len(quantized.protected)

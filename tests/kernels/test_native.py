@@ -404,6 +404,27 @@ def test_values_of_levels_are_the_centres_and_the_protected_values_in_order(dtyp
     assert np.array_equal(out, expected)
 
 
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint16])
+@pytest.mark.parametrize("share_protected", [0, 0.001, 0.5])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, BLOCK + 100])
+def test_all_instructions_give_the_same_values(size, share_protected, dtype):
+    random = np.random.default_rng(size)
+    levels = random.choice(np.delete(np.arange(256, dtype=np.uint8), _native.LEVEL_PROTECTED), size)
+    levels[random.random(size) < share_protected] = _native.LEVEL_PROTECTED
+    table = values_of_bits(dtype, 256, random)
+    protected = values_of_bits(np.uint16, int((levels == _native.LEVEL_PROTECTED).sum()), random)
+    expected = table[levels]
+    expected[levels == _native.LEVEL_PROTECTED] = protected.astype(dtype) << (8 * (np.dtype(dtype).itemsize - 2))
+    try:
+        for instructions in _native.instructions():
+            _native.limit_instructions(instructions)
+            out = np.empty(size, dtype=dtype)
+            _native.values_of_levels(levels, table, protected, out)
+            assert np.array_equal(out, expected), instructions
+    finally:
+        _native.limit_instructions(_native.instructions()[-1])
+
+
 @pytest.mark.parametrize(
     ("levels", "protected", "message"),
     [

@@ -141,7 +141,8 @@ class Coded:
     """A stream, and what is known of its tensor.
 
     parent: as given to ``encode``; needed only if ``scheme.needs_parent``. other: the stored tensor that the scheme
-    depends on.
+    depends on. overwrite: whether levels may be decoded into the memory of the parent's levels, which nobody needs any
+    more, as between the links of a chain. The parent is useless then, also if decoding fails.
     """
 
     dtype: torch.dtype
@@ -149,6 +150,7 @@ class Coded:
     stream: bytes
     parent: StoredTensor | None = None
     other: StoredTensor | None = None
+    overwrite: bool = False
 
 
 Decode = Callable[[Any, Coded], StoredTensor]

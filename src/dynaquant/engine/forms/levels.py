@@ -198,7 +198,8 @@ def decode_conditional(scheme: Conditional, coded: Coded) -> QuantizedTensor:
     if before and not conditional.comparable(codebook, before.codebook):
         raise ValueError("the parent's levels are of another kind")
     middle = head + scheme.protected_size
-    levels = conditional.decode(stream[middle:], elements, codebook, before)
+    out = before.levels if coded.overwrite and before and before.levels.flags.writeable else None
+    levels = conditional.decode(stream[middle:], elements, codebook, before, out)
     protected = _decode_protected(stream[head:middle], scheme.protected)
     return QuantizedTensor(coded.dtype, coded.shape, levels, codebook, protected)
 

@@ -101,5 +101,7 @@ def decode(scheme: SecondMomentUnits, coded: Coded) -> ScaledMoment:
     if not isinstance(coded.other, SecondMoment):
         raise ValueError(f"it is in units of {scheme.second}, which is not a second moment")
     before = coded.parent.units if isinstance(coded.parent, ScaledMoment) else None
-    units = decode_conditional(scheme.units, Coded(torch.float32, coded.shape, coded.stream, before))
+    units = decode_conditional(
+        scheme.units, Coded(torch.float32, coded.shape, coded.stream, before, overwrite=coded.overwrite)
+    )
     return ScaledMoment(coded.dtype, units, coded.other, scheme.second)
