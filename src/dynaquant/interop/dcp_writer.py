@@ -53,7 +53,7 @@ from dynaquant.store.container import Header, Parent, is_step
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Layout, PartFile, Place, Plan, box_name
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
-from dynaquant.store.writing import Base, Checkpoint, WrittenPart, planned, second_of, write_part
+from dynaquant.store.writing import Base, Checkpoint, WrittenPart, depends_on, planned, write_part
 
 log = logging.getLogger("dynaquant")
 CheckpointId = str | os.PathLike[str] | None
@@ -236,7 +236,7 @@ class StorageWriter(_StorageWriter):
                     written.hashes[i].tobytes(),
                     int(written.sizes[i]),
                     bool(written.needs_parent[i]),
-                    second_of(boxes[tensor.name, box]),
+                    depends_on(boxes[tensor.name, box]),
                 ),
             )
             for i, (item, (tensor, box)) in enumerate(zip(ordered, own, strict=True))

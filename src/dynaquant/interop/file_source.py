@@ -52,6 +52,7 @@ def source_of(file: ModelFile, vectors: bool, exact_optimizers: Mapping[str, str
         tensors=file.tensors,
         labels=labels,
         on_access=True,
+        vectors_count_more=True,
         mean_squares=mean_squares,
         notes=[*file.notes, *notes],
     )
@@ -102,7 +103,7 @@ class Sensitivities:
 
     def of(self, weights: Mapping[str, Tensor], judge: Judge, limits: StepLimits, tell: Tell) -> dict[str, float]:
         """Return F of the weights up to a common factor, measured with a judge. limits: of the preset's grid steps."""
-        prepared = grid_weights(weights, {}, {}, 0, step_limits=limits, on_access=True)
+        prepared = grid_weights(weights, {}, {}, 0, step_limits=limits, on_access=True, vectors_count_more=True)
         if self._measured.keys() != prepared.weights.keys():
             self._measured = measure_sensitivity(prepared, lambda found: judge(found).degradation, tell)
         return self._measured

@@ -34,7 +34,7 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header
 from dynaquant.store.files import check_output, removing_empty_folders
 from dynaquant.store.run import Run
-from dynaquant.store.single_file import FIRST_SEQUENCE, write_file
+from dynaquant.store.single_file import write_file
 from dynaquant.store.writing import Base, Checkpoint
 
 KEYFRAME_EVERY = options.KEYFRAME_EVERY // 2
@@ -111,7 +111,7 @@ class Packer:
         count, labels = itertools.count(1), source.labels
 
         def stored(name: str) -> StoredTensor:
-            self._tell(f"writing and reading back: {min(next(count), 2 * len(labels)) * 50 // len(labels)} %")
+            self._tell(f"quantizing and writing: tensor {min(next(count), len(labels))} of {len(labels)}")
             return found.assembled.tensors[name]
 
         record = {**json_of(found.decision, interval, seconds, found.notes), "source": file.source}
@@ -156,9 +156,7 @@ def compress(source: Path, out: Path, packer: Packer, skip_objects: bool = False
     if out.exists() and source.exists() and out.samefile(source):
         raise CheckpointError(f"{out} is the input file; give another name for the output")
     file = any_format.read(source, skip_objects)
-    checkpoint = packer.checkpoint(file, 0)
-    draft = Header(0, FIRST_SEQUENCE, None, checkpoint.tree, (), checkpoint.record)
-    return record_of(write_file(out, draft, checkpoint.tensors, checkpoint.labels, None))
+    return record_of(write_file(out, packer.checkpoint(file, 0)))
 
 
 def step_of(path: Path) -> int | None:
@@ -212,6 +210,8 @@ def pack(
             checkpoint = packer.checkpoint(replace(file, details={**file.details, "name": path.name}), step)
             if chain == KEYFRAME_EVERY:
                 base, chain = None, 0
+            # The next delta needs all stored forms, so they are made once and kept.
+            checkpoint = replace(checkpoint, tensors=dict(checkpoint.tensors))
             written, base = run.commit(checkpoint, base)
             packer.written(base)
             chain += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Unpack
 
@@ -15,10 +16,9 @@ from dynaquant.options import Deprecated, Quality, QualityName, values_of
 from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheckpoint
 from dynaquant.saving.record import Record, record_of
 from dynaquant.state.flatten import flatten_whole
-from dynaquant.store.container import Header
 from dynaquant.store.files import check_output, user_path
 from dynaquant.store.run import is_of_run
-from dynaquant.store.single_file import FIRST_SEQUENCE, as_parent, write_file, write_in_memory
+from dynaquant.store.single_file import write_file, write_in_memory
 from dynaquant.store.writing import Base
 
 
@@ -77,19 +77,11 @@ def save(
         base = Base.from_loaded(before.file.header, before.with_retries(before.stored))
         packer.continue_from(before.file.header, base.tensors)
     checkpoint = packer.checkpoint(ModelFile("torch", *flatten_whole(state), {}), 0)
-    draft = Header(
-        step=0,
-        sequence=FIRST_SEQUENCE if before is None else before.file.header.sequence + 1,
-        parent=None if before is None else as_parent(before.file, out),
-        tree=checkpoint.tree,
-        entries=(),
-        record=checkpoint.record,
-    )
-    tensors = dict(checkpoint.tensors)  # quantizes each once; else once to write and once to verify
-    threads = _native.threads()
+    checkpoint = replace(checkpoint, tensors=dict(checkpoint.tensors))  # quantizes each once; else to verify it, too
+    parent_file, threads = None if before is None else before.file, _native.threads()
     if out is not None:
-        return record_of(write_file(out, draft, tensors, checkpoint.labels, base, threads))
-    written = write_in_memory(draft, tensors, checkpoint.labels, base, threads)
+        return record_of(write_file(out, checkpoint, parent_file, base, threads))
+    written = write_in_memory(checkpoint, parent_file, base, threads)
     _write(path, written.read_all())  # type: ignore[arg-type]
     return record_of(written)
 

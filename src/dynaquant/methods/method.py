@@ -26,6 +26,7 @@ class WeightsToPrepare:
     last: of the last checkpoint. restored_step: seed of stochastic rounding. step_limits: of the preset. displaced: how
     far each has moved since the training began. size_factor: bytes that deltas took lately, relative to predictions.
     on_access: whether tensors are read on access, and are to be quantized only when they are written.
+    vectors_count_more: whether vectors count more than other weights if no F is known.
     """
 
     tensors: Mapping[str, Tensor]
@@ -40,6 +41,7 @@ class WeightsToPrepare:
     displaced: Mapping[str, float] = field(default_factory=dict)
     size_factor: float = 1.0
     on_access: bool = False
+    vectors_count_more: bool = False
 
 
 class Method(Protocol):
@@ -65,5 +67,5 @@ class Method(Protocol):
         ...
 
     def prepare(self, weights: WeightsToPrepare, group: Group) -> tuple[PreparedWeights, Sequence[str]]:
-        """Read the weights once, and return what every configuration needs, and notes for the record. Collective."""
+        """Read the weights, and return what every configuration needs, and notes for the record. Collective."""
         ...

@@ -20,12 +20,12 @@ from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 class Assembled:
     """Tensors as a checkpoint stores them, by name. lossless_copy: the same, with some exactly, if it is kept.
 
-    seconds: of a state that is divided, the names of the tensors that others are stored in units of. On all ranks.
+    depends_on: of a state that is divided, the names of the tensors that others must be decoded after. On all ranks.
     """
 
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     lossless_copy: Mapping[str, StoredTensor] | None = None
-    seconds: Mapping[str, str] = field(default_factory=dict)
+    depends_on: Mapping[str, str] = field(default_factory=dict)
 
 
 def assemble(

@@ -95,8 +95,8 @@ class CommitStage:
         try:
             part = group.run_on_all_ranks(lambda: self._write_part(checkpoint, division, base, draft))
             # Ranks of a divided model have quantized all tensors, each its part, so rank 0 knows how all are stored.
-            seconds = {} if division is None or division.shards.divided else checkpoint.seconds
-            gathered = group.gather_to_rank_0((None if part is None else part[0], seconds))
+            dependent = {} if division is None or division.shards.divided else checkpoint.depends_on
+            gathered = group.gather_to_rank_0((None if part is None else part[0], dependent))
             publish = partial(_published, run, draft, checkpoint, base, division, gathered)
             published = on_rank_zero(publish, group)
         except BaseException:
@@ -119,7 +119,7 @@ class CommitStage:
         """Write this rank's part. Returns None if it has nothing to write, or if all lies in the manifest's file."""
         if division is None or (number := division.parts.get(self._group.rank)) is None:
             return None
-        own = division.plan(checkpoint.labels, checkpoint.seconds).boxes_of(number)
+        own = division.plan(checkpoint.labels, checkpoint.depends_on).boxes_of(number)
         beside = base if base is None or base is self._own_base else division.base_of_part(base)
         return write_part(self._run.parts_folder, own, division.boxes(checkpoint.tensors), draft, beside)
 
@@ -157,13 +157,13 @@ def _published(
     division: Division | None,
     gathered: list[tuple[WrittenPart | None, Mapping[str, str]]],
 ) -> tuple[CheckpointFile, Base]:
-    """Publish the manifest. gathered: of all ranks, the part that each has written, and ``Checkpoint.seconds``."""
+    """Publish the manifest. gathered: of all ranks, the part that each has written, and ``Checkpoint.depends_on``."""
     if division is None:
         return run.publish(draft, checkpoint, base)
-    seconds = dict(checkpoint.seconds)
+    dependent = dict(checkpoint.depends_on)
     for _, more in gathered:
-        seconds |= more
-    plan, written = division.plan(checkpoint.labels, seconds), [part for part, _ in gathered if part is not None]
+        dependent |= more
+    plan, written = division.plan(checkpoint.labels, dependent), [part for part, _ in gathered if part is not None]
     if [len(part.hashes) for part in written] != [len(plan.boxes_of(number)) for number in range(plan.parts)]:
         raise CheckpointError(f"{run.folder}: ranks have written other tensors than rank 0 has planned")
     return run.publish(draft, checkpoint, plan=plan, parts=written)

@@ -34,7 +34,7 @@ from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare
 from dynaquant.search.decision import Decision
 from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.search.metric import UserMetric
-from dynaquant.store.writing import second_of
+from dynaquant.store.writing import depends_on
 
 
 class Compressor:
@@ -174,6 +174,7 @@ class Compressor:
             source.displaced,
             size_factor,
             source.on_access,
+            source.vectors_count_more,
         )
         prepared, notes = self.method.prepare(weights, self._group)
         decided = {name: partial(dequantize, form) for name, form in {**comparison.unchanged, **bounded}.items()}
@@ -208,7 +209,7 @@ class Compressor:
         else:
             moments = self._group.run_on_all_ranks(lambda: moments_of(here, WHOLE))
         found = self._group.run_on_all_ranks(lambda: assembled(here, moments))
-        return replace(found, seconds={name: second_of(stored) for name, stored in moments.items()})
+        return replace(found, depends_on={name: depends_on(stored) for name, stored in moments.items()})
 
 
 def _together(*forms: Mapping[str, Form]) -> Mapping[str, Form]:

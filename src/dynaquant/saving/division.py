@@ -87,10 +87,10 @@ class Division:
     def _distinct(self) -> list[Writers]:
         return list({id(writers): writers for writers in self.writers.values()}.values())
 
-    def plan(self, labels: Mapping[str, Label], seconds: Mapping[str, str]) -> Plan:
+    def plan(self, labels: Mapping[str, Label], depends_on: Mapping[str, str]) -> Plan:
         """Return which part holds which boxes. The same on all ranks.
 
-        seconds: names of the tensors that others must be decoded after.
+        depends_on: names of the tensors that others must be decoded after.
         """
         numbers, layouts = self.layouts
         entries = tuple(
@@ -100,7 +100,7 @@ class Division:
                 dtype_name(self.local[name].dtype),
                 self.shards.of(name, self.local[name]).shape,
                 number,
-                seconds.get(name, ""),
+                depends_on.get(name, ""),
             )
             for name, number in numbers.items()
         )

@@ -205,7 +205,7 @@ class Saver:
             coder=self._compressor.method.coder,
             lossless_copy=compressed.assembled.lossless_copy,
             frozen=source.frozen if writers is None else (),
-            seconds=compressed.assembled.seconds,
+            depends_on=compressed.assembled.depends_on,
         )
         begin = partial(self._writer.begin, checkpoint, writers, decision.predicted)
         return begin() if writers is not None else written_by_rank_zero(step, record, begin, self._group)

@@ -33,14 +33,14 @@ class Source:
     state; None if none goes on from it.
 
     Weights: ``master_of`` has the names of master weights by those of their half-precision weights. mean_squares:
-    returns F. gradients: what the method has recorded. records_gradients: whether it records at all. displaced: how far
-    the training has moved each tensor. untrained: names of the parameters that do not train. hashes: of tensors that
-    do not train.
+    returns F. gradients: what the method has recorded. records_gradients: whether it records at all.
+    vectors_count_more: whether vectors count more than other weights if no F is known. displaced: how far the training
+    has moved each tensor. untrained: names of the parameters that do not train. hashes: of tensors that do not train.
 
     All others: ``external`` has the tensors whose values are not stored. frozen: names of parameters that do not train
-    and have not changed; they get a file of their own. first_tolerances: those of single first
-    moments, in place of the preset's. copied_exactly: names of tensors that the checkpoint's lossless copy has exactly;
-    without any, there is no copy.
+    and have not changed; they get a file of their own. first_tolerances: those of single first moments, in place of the
+    preset's. copied_exactly: names of tensors that the checkpoint's lossless copy has exactly; without any, there is no
+    copy.
 
     shards: which part of each tensor this rank holds. writers: which rank writes what; None if rank 0 writes all.
     notes: for the record.
@@ -54,6 +54,7 @@ class Source:
     mean_squares: MeanSquares = nothing_known
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     records_gradients: bool = False
+    vectors_count_more: bool = False
     displaced: Mapping[str, float] = field(default_factory=dict)
     untrained: Collection[str] = ()
     hashes: HashCache = field(default_factory=HashCache)

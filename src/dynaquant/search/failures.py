@@ -24,7 +24,7 @@ def attempt(
     """
     try:
         return action(), None
-    except EvaluateError:  # from ``quality.score``: ``evaluate`` has changed a frozen parameter
+    except EvaluateError:  # from ``Subject.score``: ``evaluate`` has changed a frozen parameter
         raise
     except Exception as error:
         if ends_save(error):

@@ -1,6 +1,6 @@
 """The user's metric over a training: its score for the weights in training, and the margin for its noise.
 
-``quality.score`` is one evaluation; this module decides how many, and what their results mean.
+``Subject.score`` is one evaluation; this module decides how many, and what their results mean.
 """
 
 from __future__ import annotations

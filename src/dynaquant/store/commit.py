@@ -163,7 +163,6 @@ class WritableRun(Run):
         draft = replace(draft, tree=checkpoint.tree, record={**checkpoint.record, LOSSLESS_COPY: None})
         path, path_of_copy = self.path(checkpoint.step), copy_path(self.folder, draft)
         labels, frozen_tensors = checkpoint.labels, self._write_frozen(checkpoint)
-        # Without frozen tensors the mapping is not copied: it may compute each tensor on look-up.
         tensors = {**checkpoint.tensors, **frozen_tensors} if frozen_tensors else checkpoint.tensors
         if plan is not None:
             draft, tensors = with_parts(draft, plan, parts), {}

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from dynaquant.engine.forms.form import StoredTensor
-from dynaquant.engine.label import Label
 from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.files import is_reference, syncing
-from dynaquant.store.writing import Base, verify_written, write_checkpoint
+from dynaquant.store.writing import Base, Checkpoint, verify_written, write_checkpoint
 
 FIRST_SEQUENCE = 1
 """The sequence number of a file without a parent. A delta has that of its parent, plus one."""
@@ -21,20 +18,22 @@ FIRST_SEQUENCE = 1
 
 def write_file(
     out: Path,
-    draft: Header,
-    tensors: Mapping[str, StoredTensor],
-    labels: Mapping[str, Label],
-    base: Base | None,
+    checkpoint: Checkpoint,
+    parent: CheckpointFile | None = None,
+    base: Base | None = None,
     threads: int = 1,
 ) -> CheckpointFile:
     """Write a checkpoint to a path, atomically: it is read back and verified before it has its name.
 
-    draft: its header, whose entries are filled in. threads: how many tensors are encoded or decoded at a time.
+    parent: what the checkpoint is conditioned on, with its tensors in ``base``. threads: how many tensors are encoded
+    or decoded at a time.
 
     Raises CheckpointError if ``out`` cannot be a file, OSError if it cannot be written.
     """
+    draft = _draft(checkpoint, parent, out)
     with atomic_file(out) as file:
-        write_checkpoint(file, draft, tensors, labels, base, "conditional", threads=threads, durable=False)
+        tensors, labels = checkpoint.tensors, checkpoint.labels
+        write_checkpoint(file, draft, tensors, labels, base, checkpoint.coder, threads=threads, durable=False)
         with syncing(file):
             written = CheckpointFile(Path(file.name))
             verify_written(written, tensors, base, threads)
@@ -42,21 +41,29 @@ def write_file(
 
 
 def write_in_memory(
-    draft: Header,
-    tensors: Mapping[str, StoredTensor],
-    labels: Mapping[str, Label],
-    base: Base | None,
-    threads: int = 1,
+    checkpoint: Checkpoint, parent: CheckpointFile | None = None, base: Base | None = None, threads: int = 1
 ) -> CheckpointFile:
     """Write a checkpoint to memory and verify it. ``read_all`` of the result returns its bytes."""
-    out = io.BytesIO()
-    write_checkpoint(out, draft, tensors, labels, base, "conditional", threads=threads)
+    out, draft = io.BytesIO(), _draft(checkpoint, parent, None)
+    write_checkpoint(out, draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder, threads=threads)
     written = CheckpointFile(Path("the file in memory"), out.getvalue())
-    verify_written(written, tensors, base, threads)
+    verify_written(written, checkpoint.tensors, base, threads)
     return written
 
 
-def as_parent(parent: CheckpointFile, out: Path | None) -> Parent:
+def _draft(checkpoint: Checkpoint, parent: CheckpointFile | None, out: Path | None) -> Header:
+    """Return the header of a file, without entries."""
+    return Header(
+        step=checkpoint.step,
+        sequence=FIRST_SEQUENCE if parent is None else parent.header.sequence + 1,
+        parent=None if parent is None else _as_parent(parent, out),
+        tree=checkpoint.tree,
+        entries=(),
+        record=checkpoint.record,
+    )
+
+
+def _as_parent(parent: CheckpointFile, out: Path | None) -> Parent:
     """Return how a delta at ``out`` names its parent: by a path from its folder, if both have one.
 
     Raises CheckpointError if the path has characters that a header cannot hold.

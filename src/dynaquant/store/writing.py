@@ -36,11 +36,11 @@ from dynaquant.store.reading import holds, load_boxes
 class Checkpoint:
     """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
 
-    coder: for the levels of weights. lossless_copy: the tensors before quantization, if one is kept. frozen: names
-    of tensors that go into the run's file of frozen parameters.
+    coder: for the levels of weights. lossless_copy: the same tensors, all or the weights exactly, if one is kept.
+    frozen: names of tensors that go into the run's file of frozen parameters.
 
-    If several processes write it, ``tensors`` is what this process holds of each, and ``seconds`` has the names of the
-    tensors that others must be decoded after.
+    If several processes write it, ``tensors`` is what this process holds of each, and ``depends_on`` has the
+    names of the tensors that others must be decoded after.
     """
 
     step: int
@@ -51,7 +51,7 @@ class Checkpoint:
     coder: Coder = "conditional"
     lossless_copy: Mapping[str, StoredTensor] | None = None
     frozen: Collection[str] = ()
-    seconds: Mapping[str, str] = field(default_factory=dict)
+    depends_on: Mapping[str, str] = field(default_factory=dict)
 
 
 TEMPORARY = ".tmp"
@@ -220,7 +220,7 @@ def plan_of(header: Header) -> Plan:
     return Plan(entries, header.layouts, len(header.parts))
 
 
-def second_of(stored: StoredTensor) -> str:
+def depends_on(stored: StoredTensor) -> str:
     """Return the name of the tensor that must be decoded before this one; an empty text if there is none."""
     other = form_of(stored).other
     return "" if other is None else other[0]

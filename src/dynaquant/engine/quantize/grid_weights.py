@@ -172,13 +172,15 @@ def grid_weights(
     step_limits: StepLimits = BALANCED_LIMITS,
     displaced: Mapping[str, float] | None = None,
     on_access: bool = False,
+    vectors_count_more: bool = False,
 ) -> GridWeights:
     """Read the weights twice, to prepare for quantizing them with one or more configurations. Collective with shards.
 
     weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. mean_squares: mean squared
     gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
     step_limits: of the preset. displaced: how far each weight has moved since the training began, as far as known.
-    on_access: see ``GridWeights``; whoever reads weights from a file may never know any F, so vectors count more then.
+    on_access: see ``GridWeights``. vectors_count_more: whether weights of less than two dimensions count more than
+    others if no F is known (``VECTOR_SENSITIVITY``).
     """
     nonfinite: dict[str, int] = {}
     found = magnitudes(weights, shards, nonfinite)
@@ -189,7 +191,7 @@ def grid_weights(
     displaced = displaced or {}
     largest_steps = {name: step_limits.largest_step(each, displaced.get(name)) for name, each in found.items()}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
-    vectors = {name for name in found if weights[name].ndim < 2} if on_access else ()
+    vectors = {name for name in found if weights[name].ndim < 2} if vectors_count_more else ()
     known_or_assumed = effective_mean_squares(sizes, squares, mean_squares, vectors)
     return GridWeights(
         usable, sizes, known_or_assumed, squares, largest_steps, previous, seed, notes, shards, on_access

@@ -233,6 +233,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if packed.lossless_copy is not None:
             exact = packed.record["configuration"] is None  # the checkpoint itself has the weights exactly
             packed = replace(packed, lossless_copy=None) if exact else _with_exact_weights(packed)
+        packed = replace(packed, tensors=dict(packed.tensors))  # made once, as the next delta needs all of them
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
             committed, written = run.commit(packed, base)

@@ -55,6 +55,7 @@ class GridMethod:
                 weights.step_limits,
                 weights.displaced,
                 weights.on_access,
+                weights.vectors_count_more,
             )
 
         measured = bool(weights.mean_squares)
