@@ -285,11 +285,13 @@ def values_of(
     every: Every | None = None,
     keep: Keep | None = None,
     takes: Collection[str] = tuple(_PLACES),
+    also: Collection[str] = (),
 ) -> Values:
     """Return the options of a call as values. Warns once if deprecated names are among them.
 
     function: the name of what is called, for messages. deprecated: options by their deprecated names. takes: the
-    deprecated names that it takes; it takes the fields that replace these, and no others.
+    deprecated names that it takes; it takes the fields that replace these. also: other fields that it takes, which
+    never had a name of their own.
 
     Raises TypeError for an unknown name or a wrong type; ValueError for what is given twice, is not taken or is wrong.
     """
@@ -308,7 +310,7 @@ def values_of(
         text = f"{names} {'is' if len(flat) == 1 else 'are'} deprecated: "
         text += f"give {', '.join(advice)}" if advice else "leave it out"
         warnings.warn(text, DeprecationWarning, stacklevel=_level_of_user())
-    return _checked(function, takes, **given)
+    return _checked(function, {*takes, *also}, **given)
 
 
 def split_values(

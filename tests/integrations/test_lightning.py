@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from full_disk import files_of_at_most
+from training import bits
 
 import dynaquant as dq
 from dynaquant.interop.export import export
@@ -646,6 +647,23 @@ def test_checkpoints_after_a_restore_keep_what_the_training_has_changed(tmp_path
     restored.load_checkpoint(tmp_path / "first.ckpt")
     assert share_kept(CheckpointIO()) < 0.5  # that training was not restored, so its weights may be far from there
     assert share_kept(restored) > 0.9
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new process", "same process"])
+def test_what_was_restored_from_an_older_checkpoint_keeps_its_values(tmp_path, is_new):
+    """Not those of the newest checkpoint, on which the next one is conditioned."""
+    torch.manual_seed(0)
+    plugin, frozen = CheckpointIO(), torch.randn(64, 64)
+
+    def state(step, frozen):
+        return {"global_step": step, "state_dict": {"frozen": frozen.clone(), "other": torch.randn(64, 64)}}
+
+    plugin.save_checkpoint(state(10, frozen), tmp_path / "older.ckpt")
+    plugin.save_checkpoint(state(20, 1.5 * frozen), tmp_path / "newest.ckpt")
+    plugin = CheckpointIO() if is_new else plugin
+    restored = plugin.load_checkpoint(tmp_path / "older.ckpt")["state_dict"]["frozen"]
+    plugin.save_checkpoint(state(30, restored), tmp_path / "next.ckpt")
+    assert bits(plugin.load_checkpoint(tmp_path / "next.ckpt")["state_dict"]["frozen"]) == bits(restored)
 
 
 def test_a_save_that_fails_leaves_what_the_next_one_knows_of_a_restore(tmp_path):

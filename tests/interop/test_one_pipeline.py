@@ -4,12 +4,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from training import bits, model_of, train
 
 import dynaquant as dq
 from dynaquant.interop.dcp import StorageWriter
 from dynaquant.interop.packing import Packer, compress, pack
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
+from dynaquant.store.commit import WritableRun
+from dynaquant.store.writing import coder_of
 
 PLAIN = dq.Quality(max_degradation=0.01)  # without a budget, which only a training has
 
@@ -65,6 +68,7 @@ def test_a_state_is_stored_by_the_method_and_configuration_that_its_user_chose(t
     record = dq.save(state, tmp_path / "saved.dqc", quality=quality)
     assert isinstance(record.configuration, dq.Configuration)
     assert quality.configuration in (None, record.configuration)
+    assert coder_of(StoredCheckpoint(tmp_path / "saved.dqc").file) == "rearranged"
     found = dq.load(tmp_path / "saved.dqc")
     assert bits(found["model"]["1.bias"]) == bits(state["model"]["1.bias"])  # vectors and moments are exact
     assert bits(found["optimizer"]) == bits(state["optimizer"])
@@ -92,3 +96,53 @@ def test_what_dcp_saves_again_unchanged_takes_no_space(tmp_path, state):
     assert len({str(bits(dq.load(tmp_path / "run", step)["model"])) for step in (1, 2, 3)}) == 1
     sizes = [StoredCheckpoint(tmp_path / "run", step).file.total_size for step in (1, 3)]
     assert sizes[1] < sizes[0] / 4
+
+
+def test_in_a_series_the_metric_tells_what_it_needs_of_each_tensor_only_once(tmp_path):
+    """Also if some of the weights, or all, have not changed since the last file."""
+    torch.manual_seed(0)
+    state = {name: torch.randn(64, 64) for name in "abcd"}
+    files = {}
+    for step, changed in enumerate(["", "", "a", "abcd"], start=1):
+        state = {n: t + 0.01 * torch.randn(64, 64) if n in changed else t for n, t in state.items()}
+        files[step] = tmp_path / f"{step}.pt"
+        torch.save(state, files[step])
+    probed = []
+
+    def metric(found) -> float:
+        moved = [name for name in found if not any(torch.equal(found[name], own[name]) for own in originals)]
+        probed.extend(moved if len(moved) == 1 else [])
+        return 1.0 + sum(float(tensor.square().mean()) for tensor in found.values())
+
+    originals = [torch.load(path) for path in files.values()]
+    packing = pack(files, tmp_path / "run", Packer(PLAIN, metric))
+    next(packing)
+    assert probed == list("abcd")
+    next(packing)
+    assert probed == list("abcd")  # nothing has changed
+    assert len(list(packing)) == 2
+    assert set(probed[4:]) <= {"a"}  # a search, of which only this weight has changed
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_of_dcp_that_fails_leaves_what_the_next_one_knows(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 64) * scale for scale in (1.0, 30.0, 1.01)]
+
+    def last_of(folder, failing):
+        writer = StorageWriter(folder, quality=PLAIN)
+        for step, weight in enumerate(weights, start=1):
+            with monkeypatch.context() as patch:
+                if step == 2:
+                    patch.setattr(WritableRun, "publish", fail)
+                    if failing:
+                        with pytest.raises(CheckpointException):
+                            dcp.save({"w": weight}, storage_writer=writer, checkpoint_id=f"step-{step}")
+                    continue
+                dcp.save({"w": weight}, storage_writer=writer, checkpoint_id=f"step-{step}")
+        return bits(dq.load(folder)["w"]), StoredCheckpoint(folder).file.total_size
+
+    def fail(*_, **__):
+        raise OSError("No space left on device")
+
+    assert last_of(tmp_path / "a", failing=True)[0] == last_of(tmp_path / "b", failing=False)[0]

@@ -63,7 +63,8 @@ CheckpointId = str | os.PathLike[str] | None
 class _Commit:
     """What the coordinator tells each process: the draft of the manifest, the folder for parts, this process's number.
 
-    parts, shapes: of the parent: addresses of its parts, shapes of its tensors.
+    parts, shapes: of the parent: addresses of its parts, shapes of its tensors. committed: addresses of the parts that
+    were committed last, also if they are of no parent.
     """
 
     draft: Header
@@ -71,6 +72,7 @@ class _Commit:
     part: int = 0
     parts: frozenset[str] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    committed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ class _WrittenBox:
 class StorageWriter(_StorageWriter):
     """A DCP storage that saves to a run. Use one object for all saves of a training: deltas need the save before.
 
-    folder: of the run. quality: as for ``Checkpointer``, but without a metric or budget: weights are judged by how far
+    folder: of the run. quality: a preset, or a ``Quality`` with a ``max_degradation``. Weights are judged by how far
     they move. keep: ``last``, ``every`` and ``keyframe_every`` of a ``Keep``; by default, all checkpoints are kept.
-    deprecated: ``keep_last`` and ``keyframe_every`` instead of ``keep``.
+    deprecated: fields of ``keep`` in place of it.
 
     The step of a checkpoint is the last number in its ``checkpoint_id``; without a number, one more than the last step.
     Raises CheckpointError if another process writes to the run.
@@ -106,8 +108,8 @@ class StorageWriter(_StorageWriter):
         **deprecated: Unpack[Deprecated],
     ) -> None:
         super().__init__()
-        takes = "keep_last", "keep_every", "keyframe_every", "max_degradation"
-        quality, _, keep = values_of("StorageWriter", deprecated, quality, keep=keep, takes=takes)
+        takes, also = ("keep_last", "keep_every", "keyframe_every"), ("max_degradation",)
+        quality, _, keep = values_of("StorageWriter", deprecated, quality, keep=keep, takes=takes, also=also)
         self._run = WritableRun(folder)
         self._compressor = Compressor(quality, None, Group(alone=True))  # each process decides for its own boxes
         self._retention = Retention(keep)
@@ -116,7 +118,9 @@ class StorageWriter(_StorageWriter):
         self._base: Base | None = None  # the boxes that this process wrote last
         self._address = ""  # of the part with them
         self._last: Parent | None = None  # on the coordinator: the checkpoint that was committed last
-        self._memories: dict[int, Memory] = {}  # of the tensors that are compressed together, by their number
+        self._memories: dict[int, Memory] = {}  # of the last commit, by the number of what is compressed together
+        self._next_memories: dict[int, Memory] = {}  # of what was written last
+        self._committed: frozenset[str] = frozenset()  # on the coordinator: addresses of the parts committed last
         self._commit: _Commit | None = None  # on the coordinator
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -175,13 +179,14 @@ class StorageWriter(_StorageWriter):
     def _begun(self, draft: Header, folder: Path) -> _Commit:
         """Return what processes must know. A checkpoint is conditioned on the last one that this object committed."""
         if self._last is None or not self._can_be_parent(self._last, draft.step):
-            return _Commit(draft, folder)
+            return _Commit(draft, folder, committed=self._committed)
         parent = self._run.file(self._last.step)
         return _Commit(
             replace(draft, parent=self._last),
             folder,
             parts=parent.header.summary.parts,
             shapes={entry.name: entry.shape for entry in parent.header.entries},
+            committed=self._committed,
         )
 
     def _can_be_parent(self, parent: Parent, step: int) -> bool:
@@ -208,7 +213,9 @@ class StorageWriter(_StorageWriter):
         boxes: dict[tuple[str, Box], StoredTensor] = {}
         own: list[tuple[Entry, Box]] = []
         ordered: list[WriteItem] = []
-        memories: dict[int, Memory] = {}
+        if self._address in commit.committed:
+            self._memories = self._next_memories
+        memories = self._next_memories = {}
         for number, group in enumerate(_one_box_of_each(items)):
             # The planner may make a tensor only now, so each is looked up once, and kept until all are quantized.
             tensors = {item.index.fqn: _tensor(item, planner) for item in group}
@@ -224,7 +231,6 @@ class StorageWriter(_StorageWriter):
         draft = commit.draft if base is not None else replace(commit.draft, parent=None)
         written, self._base = write_part(commit.folder, own, boxes, draft, base)
         self._address = written.file.address
-        self._memories = memories
         return [
             WriteResult(
                 item.index,
@@ -243,7 +249,7 @@ class StorageWriter(_StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the file of the checkpoint, which completes the commit, and delete what is not kept."""
+        """Publish the manifest, which completes the commit, and delete what is not kept."""
         commit = self._commit
         assert commit is not None
         try:
@@ -254,6 +260,7 @@ class StorageWriter(_StorageWriter):
             checkpoint = Checkpoint(commit.draft.step, _tree_of(metadata, plain), {}, {}, {"format": "dcp"})
             file, _ = self._run.publish(commit.draft, checkpoint, plan=plan, parts=written)
             self._last = Parent(file.header.step, file.header.identity)
+            self._committed = file.header.summary.parts
             self._warn(prune(self._run, self._retention))
         finally:
             self.close()

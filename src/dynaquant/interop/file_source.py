@@ -14,6 +14,7 @@ from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.candidate import CandidateWeights, values
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.quantize.step_limits import StepLimits
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.interop import inferred_roles
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.saving.source import Source
@@ -88,7 +89,7 @@ class StateOfFile:
                 state = unflatten(self._file.tree, {name: copied(name) for name in tensor_names_in(self._file.tree)})
                 return number_of(evaluate(state), "the metric")
         finally:
-            before.put_back()
+            before.put_back_surely()
 
     def uses_batch_statistics(self, _evaluate: Evaluate) -> bool:
         """Return False: there are no modules here."""
@@ -96,14 +97,17 @@ class StateOfFile:
 
 
 class Sensitivities:
-    """What a metric tells of each tensor, in place of gradients. It is measured once for the same set of tensors."""
+    """What a metric tells of each tensor, in place of gradients. It is measured once for the same set of weights."""
 
     def __init__(self) -> None:
+        self._names: frozenset[str] = frozenset()
         self._measured: dict[str, float] = {}
 
-    def of(self, weights: Mapping[str, Tensor], judge: Judge, limits: StepLimits, tell: Tell) -> dict[str, float]:
-        """Return F of the weights up to a common factor, measured with a judge. limits: of the preset's grid steps."""
-        prepared = grid_weights(weights, {}, {}, 0, step_limits=limits, on_access=True, vectors_count_more=True)
-        if self._measured.keys() != prepared.weights.keys():
+    def of(self, source: Source, judge: Judge, limits: StepLimits, tell: Tell) -> dict[str, float]:
+        """Return F of all weights up to a common factor, measured with a judge. limits: of the preset's grid steps."""
+        weights = LazyMapping(source.weight_names, source.tensors.__getitem__)
+        if self._names != frozenset(weights):
+            prepared = grid_weights(weights, {}, {}, 0, step_limits=limits, on_access=True)
             self._measured = measure_sensitivity(prepared, lambda found: judge(found).degradation, tell)
+            self._names = frozenset(weights)
         return self._measured

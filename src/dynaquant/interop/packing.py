@@ -83,7 +83,7 @@ class Packer:
     def written(self, base: Base) -> None:
         """Take up the series after the last checkpoint, which is certain now. base: what was written."""
         if self._last is not None:
-            self.memory = self._last.with_last_weights(base.tensors).memory
+            self.memory, self._last = self._last.with_last_weights(base.tensors).memory, None
 
     def source(self, file: ModelFile, exact_optimizers: Mapping[str, str] | None = None) -> Source:
         """Return a state as a source: see ``file_source.source_of``."""
@@ -129,9 +129,10 @@ class Packer:
         judge = MetricJudge(subject, metric, self._higher_is_better, original, {})
 
         def mean_squares(weights: Mapping[str, Tensor]) -> Mapping[str, float]:
-            return source.mean_squares(weights) or self._sensitivities.of(
-                weights, judge, preset.step_limits, self._tell
-            )
+            if not weights or (known := source.mean_squares(weights)):
+                return known if weights else {}
+            measured = self._sensitivities.of(source, judge, preset.step_limits, self._tell)
+            return {name: measured[name] for name in weights if name in measured}
 
         return replace(source, mean_squares=mean_squares)
 

@@ -52,7 +52,7 @@ def save(
       so that it is smaller. It can be loaded only as long as its parent is there: the file names it by its path from
       its own folder. If either is a file object, ``load`` must be given the parent. If the parent has a parent that it
       cannot find, give a list of all of them.
-    - ``deprecated``: fields of ``Quality`` instead of ``quality=Quality(…)``.
+    - ``deprecated``: ``max_degradation`` instead of ``quality=Quality(max_degradation=…)``.
 
     It does not communicate: in a training of several ranks, call it on one.
 
@@ -64,7 +64,7 @@ def save(
     nor a file to write to, or ``parent`` neither a path nor a file to read; OSError if the file cannot be written. Then
     nothing is written, and a file that was there stays.
     """
-    chosen = values_of("save", deprecated, quality, takes=("max_degradation", "method", "configuration"))
+    chosen = values_of("save", deprecated, quality, takes=("max_degradation",), also=("method", "configuration"))
     out = user_path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
         check_output(out)

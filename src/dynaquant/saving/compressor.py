@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 from torch import Tensor
 
@@ -60,7 +58,8 @@ class Compressor:
         self._largest = largest_degradation(quality)
         self._keeps_to_budget = budget_of(quality) is not None
         self._manager = ConfigurationManager(metric, quality.configuration, group)
-        arguments = metric and metric.higher_is_better, quality, averages and averages.names
+        judged = metric and metric.higher_is_better, averages and (averages.names, averages.higher_is_better)
+        arguments = quality, judged
         if any(other != arguments for other in group.all_gather(arguments)):
             raise ValueError("evaluate, evaluate_average, higher_is_better and quality must agree on all ranks")
 
@@ -133,7 +132,7 @@ class Compressor:
         if memory.budget is None or not self._keeps_to_budget:
             return None
         budget = replace(memory.budget, largest=self._largest)
-        return budget if source.progress is None else budget.at(source.progress)
+        return budget if source.progress is None else budget.at(source.progress())
 
     def _usable_last_weights(self, limit: float, memory: Memory) -> Mapping[str, LastWeight]:
         """Return the last checkpoint's weights; none if less is allowed now than for them.
@@ -213,5 +212,6 @@ class Compressor:
 
 
 def _together(*forms: Mapping[str, Form]) -> Mapping[str, Form]:
-    """Return forms by name as one mapping, which looks them up only on access."""
-    return ChainMap(*cast("list[dict[str, Form]]", forms))
+    """Return forms by name as one mapping, which looks them up only on access. No name is in two of them."""
+    source = {name: each for each in forms for name in each}
+    return LazyMapping(source, lambda name: source[name][name])

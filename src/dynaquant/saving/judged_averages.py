@@ -54,7 +54,7 @@ class AverageJudge:
             if not callable(metric):
                 raise TypeError(f"evaluate_average[{name!r}] must be a function of the average, not {metric!r}")
         self._metrics, self._objects = dict(sorted(metrics.items())), objects  # ranks judge in the same order
-        self._higher_is_better, self._group = higher_is_better, group
+        self.higher_is_better, self._group = higher_is_better, group
 
     @property
     def names(self) -> list[str]:
@@ -97,7 +97,7 @@ class AverageJudge:
                 values = {paths[each]: partial(dequantize, form) for each, form in tried.items()}
                 restored, failed = self._scored(module, metric, values)
                 spent += 1
-                lost = degradation(original, restored, self._higher_is_better)
+                lost = degradation(original, restored, self.higher_is_better)
                 # A rank whose metric has failed has no number to compare.
                 if failed is None and max(self._group.all_gather(lost)) <= limit:
                     own, averages[name] = tried, MeasuredQuality(original, restored, lost)

@@ -104,11 +104,14 @@ class Memory:
         )
 
     def following(self, header: Header, tensors: Mapping[str, StoredTensor]) -> Memory:
-        """Return the memory for the next save after a checkpoint that was written, not restored. tensors: as stored."""
+        """Return the memory for the next save after a checkpoint that was written, not restored. tensors: as stored.
+
+        The values from which its weights were quantized are not known, so none counts as unchanged.
+        """
         search = SearchMemory.from_record(header.record, self.search.restored)
-        return replace(
-            self, search=search, last_weights=restored_weights(header, tensors), last_limit=limit_of(header.record)
-        )
+        known = restored_weights(header, tensors).items()
+        last_weights = {name: LastWeight(last.quantized, b"", None) for name, last in known}
+        return replace(self, search=search, last_weights=last_weights, last_limit=limit_of(header.record))
 
 
 def _costs(stored: Any) -> tuple[float, ...]:

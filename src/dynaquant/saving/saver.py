@@ -96,8 +96,14 @@ class Saver:
                 self._training.updates.updated,
             )
             not_finite = finite.not_finite(captured, self._group)
-            interval, corrected = schedule.steps_between, self._corrections.enabled
-            source = self._training.source(captured, memory.displacements, step, interval, corrected, exact_weights)
+            source = self._training.source(
+                captured,
+                memory.displacements,
+                step=step,
+                interval=schedule.steps_between,
+                corrected=self._corrections.enabled,
+                exact_weights=exact_weights,
+            )
         compressed = self._compressed(source, seconds)
         with timed(seconds, "capture"):
             compressed = captured.differences.add(compressed, self._group)
@@ -166,11 +172,7 @@ class Saver:
             compressed = self._compressor.compress(source, self._memory, self._writer.size_factor, seconds)
             self._group.run_on_all_ranks(self._turn.check)
         finally:
-            try:
-                before.put_back()
-            except BaseException:  # a signal interrupted it
-                before.put_back()
-                raise
+            before.put_back_surely()
         return compressed
 
     def _handed_over(

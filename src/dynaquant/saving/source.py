@@ -29,8 +29,8 @@ class Source:
 
     tensors: those whose values are stored; what this rank holds of those that are divided. labels: of all tensors, in
     the order of the state. on_access: whether tensors are read or made on access, because they may not fit into memory
-    together; they are not copied then, and quantized only when they are written. progress: of the training at this
-    state; None if none goes on from it.
+    together; they are not copied then, and quantized only when they are written. progress: returns how far the
+    training is at this state; None if no training continues from it.
 
     Weights: ``master_of`` has the names of master weights by those of their half-precision weights. mean_squares:
     returns F. gradients: what the method has recorded. records_gradients: whether it records at all.
@@ -49,7 +49,7 @@ class Source:
     tensors: Mapping[str, Tensor]
     labels: Mapping[str, Label]
     on_access: bool = False
-    progress: Progress | None = None
+    progress: Callable[[], Progress] | None = None
     master_of: Mapping[str, str] = field(default_factory=dict)
     mean_squares: MeanSquares = nothing_known
     gradients: Mapping[str, Tensor] = field(default_factory=dict)

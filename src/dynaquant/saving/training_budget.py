@@ -45,8 +45,8 @@ class Restore:
 class Progress:
     """How far a training is at a save.
 
-    step: of the training; its checkpoint may have another number. rate: the learning rate. has_schedule: see the
-    function. scaled: whether the learning rate scales the updates of all optimizers.
+    step: of the training; its checkpoint may have another number. rate: the learning rate. has_schedule: whether a
+    schedule has changed it. scaled: whether the learning rate scales the updates of all optimizers.
     """
 
     step: int

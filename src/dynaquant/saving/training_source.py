@@ -73,14 +73,11 @@ class TrainingSource:
         """Return the displacements of a training that begins with the present values."""
         return Displacements.from_here(self._model)
 
-    def progress(self, step: int) -> Progress:
-        """Return how far the training is."""
-        return Progress.of(step, self._optimizers)
-
     def source(
         self,
         captured: Captured,
         displacements: Displacements,
+        *,
         step: int,
         interval: int | None,
         corrected: bool,
@@ -118,7 +115,7 @@ class TrainingSource:
         return Source(
             tensors=tensors,
             labels=captured.labels,
-            progress=self.progress(step),
+            progress=lambda: Progress.of(step, self._optimizers),
             master_of=master_of,
             mean_squares=lambda weights: self._gradients.mean_squares(weights, captured.shards),
             gradients=self._gradients.recorded(),

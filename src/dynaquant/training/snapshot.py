@@ -29,6 +29,14 @@ class Snapshot:
         self._recorded = torch.is_grad_enabled()
         self._generators, self._global = generator_states(objects), rng.get_state()
 
+    def put_back_surely(self) -> None:
+        """Put everything back, also if a signal interrupts it."""
+        try:
+            self.put_back()
+        except BaseException:
+            self.put_back()
+            raise
+
     def put_back(self) -> None:
         """Put everything back. Call it again if a signal has interrupted it."""
         reshard(self._model)

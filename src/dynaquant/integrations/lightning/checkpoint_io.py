@@ -73,8 +73,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     The file that Lightning names, e.g. ``last.ckpt``, becomes a small pointer to a checkpoint of the run in the folder
     ``dynaquant`` beside it. ``dynaquant.load`` reads it. ``dynaquant decompress`` makes a file of Lightning from it.
 
-    - ``quality``: ``"high"``, ``"balanced"``, ``"small"``, ``"lossless"``, or a ``Quality`` with a ``max_degradation``,
-      a ``training_budget`` and ``expected_restores``.
+    - ``quality``: ``"high"``, ``"balanced"``, ``"small"``, ``"lossless"``, or a ``Quality``.
     - ``metric``: the name of a number that ``validation_step`` logs (needs ``training``), or a function of the
       dictionary of a checkpoint, as in ``dynaquant.save``. (``evaluate`` of a ``Checkpointer`` is a function of the
       model instead.) Without a metric, an estimate from the weights' changes decides.
@@ -86,7 +85,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     - ``exact``: ``"best"`` keeps the weights of the best file of a ``ModelCheckpoint`` exactly, so ``ckpt_path="best"``
       is what was validated. In the run, the checkpoint has the tag ``best``; with several that monitor something,
       ``best-val_loss`` and so on. None: they are quantized as all others.
-    - ``deprecated``: ``max_degradation`` instead of ``quality=Quality(max_degradation=…)``.
+    - ``deprecated``: ``max_degradation``, ``training_budget`` and ``expected_restores`` instead of a ``Quality``.
 
     Raises ValueError for arguments that are out of range or exclude each other, DynaquantError for a version of
     Lightning that is not supported.
@@ -112,8 +111,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if exact not in ("best", None):
             raise ValueError(f'exact must be "best" or None, not {exact!r}; to store all exactly, use "lossless"')
         self._exact = exact
-        takes = "max_degradation", "training_budget", "expected_restores", "method", "configuration"
-        self._quality = values_of("CheckpointIO", deprecated, quality, takes=takes).quality
+        takes, also = ("max_degradation", "training_budget", "expected_restores"), ("method", "configuration")
+        self._quality = values_of("CheckpointIO", deprecated, quality, takes=takes, also=also).quality
         self._preset, self._higher_is_better = PRESETS[self._quality.preset], higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
         self._memory = Compressor(self._quality, None, Group(alone=True)).begin()
@@ -220,10 +219,10 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             replaced = None
         tree, tensors = self._flat(checkpoint)
         base = base_for(run, place, replaced)
-        memory, steps, progress = self._at(checkpoint)
+        memory, steps, progress, is_restored = self._at(checkpoint)
         weights, averages = self._weights_and_averages(tree)
         packer = self._packer(_of_weights_in_training(metric) if metric is not None and averages else metric, memory)
-        if base is not None and base.parent.identity != self._written:
+        if base is not None and not is_restored and base.parent.identity != self._written:
             packer.continue_from(run.file(base.parent.step).header, base.tensors)
         details = {"name": place.name}
         file = ModelFile("torch", tree, tensors, details, weights, averages)
@@ -237,6 +236,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
             committed, written = run.commit(packed, base)
+        # From here on the checkpoint is in the run, so the next save goes on from it, also if what follows fails.
         packer.written(written)
         self._memory, self._steps, self._written, self._loaded = packer.memory, steps, committed.header.identity, None
         if tag is not None:
@@ -246,11 +246,11 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if replaced is not None:
             delete_unnamed(run, replaced.step)
 
-    def _at(self, checkpoint: Mapping[str, Any]) -> tuple[Memory, Steps, Progress | None]:
-        """Return what the training remembers, and how far it is, as a ``Checkpointer`` knows it."""
-        memory, steps, progress = self._memory, self._steps, None
+    def _at(self, checkpoint: Mapping[str, Any]) -> tuple[Memory, Steps, Progress | None, bool]:
+        """Return what the training remembers, how far it is, and whether it has just been restored."""
+        memory, steps, progress, is_restored = self._memory, self._steps, None, False
         if self._preset is None:
-            return memory, steps, progress
+            return memory, steps, progress, is_restored
         groups = [group for each in checkpoint.get("optimizer_states") or () for group in each.get("param_groups", ())]
         rate = mean_learning_rate(groups, [len(group["params"]) for group in groups])
         if self._loaded is not None:
@@ -258,14 +258,14 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             restored = steps.restored(header)
             try:
                 memory = memory.restored(header, self._loaded.stored(), False, rate, restored.last)
-                steps = restored
+                steps, is_restored = restored, True
             except CheckpointError as error:  # the training itself is not affected
                 log.warning("what it has changed since step %d is not protected: %s", header.step, error)
         if groups:  # no training goes on from a checkpoint without optimizers (``save_weights_only=True``)
             step = checkpoint.get("global_step", 0)
             scaled = self._training is not None and self._training.scaled_by_rate
             steps, progress = steps.at(step), Progress(step, rate, has_schedule(groups), scaled)
-        return memory, steps, progress
+        return memory, steps, progress, is_restored
 
     def _source(
         self, packer: Packer, file: ModelFile, interval: int | None, progress: Progress | None, exact_weights: bool
@@ -279,7 +279,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         exact: set[str] = set()
         if exact_weights:
             exact = {name for name, label in source.labels.items() if label.role in ("weight", "average")}
-        return replace(source, progress=progress, copied_exactly=exact)
+        return replace(source, progress=None if progress is None else lambda: progress, copied_exactly=exact)
 
     def _function(self) -> Metric | None:
         metric, training = self._metric, self._training

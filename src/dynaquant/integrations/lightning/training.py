@@ -70,7 +70,8 @@ class Training(Callback):  # type: ignore[misc]
       Trainer validates, with a copy of the module that has no trainer. So the Trainer's logs, state and random numbers
       stay as they are. Copies of the batches stay in host memory.
 
-    Raises ValueError if ``batches`` is below 1, DynaquantError if Lightning is not as in the version that was tested.
+    Raises ValueError if ``batches`` is below 1, DynaquantError for a version of Lightning that is not
+    supported.
     """
 
     def __init__(self, batches: int = 16) -> None:
