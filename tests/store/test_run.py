@@ -12,11 +12,15 @@ import pytest
 import torch
 from committed import assert_holds, checkpoint_of, damage_levels, series, values
 from crafted import entry, header, write
+from training import bits
 
+import dynaquant as dq
 from dynaquant.engine.forms.schemes import Reference
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.errors import CheckpointError
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
+from dynaquant.store.reading import load_tensors
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, Checkpoint
 
@@ -362,3 +366,28 @@ def test_a_run_can_be_moved(run, tmp_path):
 def test_a_folder_that_does_not_exist_has_no_checkpoints(tmp_path):
     assert Run(tmp_path / "nowhere").summaries() == ([], [])
     assert not Path(tmp_path / "nowhere").exists()
+
+
+def test_tensors_that_a_reader_holds_already_stay_as_they_are(tmp_path):
+    """Of the links of a chain that it decodes itself, it decodes each into the levels of the one before."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    quality = dq.Quality(configuration=dq.GridConfiguration(-80))
+    with dq.Checkpointer(tmp_path, model, quality=quality) as ckpt:
+        for step in range(1, 6):
+            with torch.no_grad():
+                model[0].weight.add_(0.02 * torch.randn(64, 64))  # the others are references to the first checkpoint
+                if step == 5:
+                    model[1].weight.add_(0.02 * torch.randn(64, 64))
+            ckpt.save(step).result()
+    run = Run(tmp_path)
+    first, newest = run.file(1), run.file(5)
+    held = run.load(first)
+    before = {name: bits(values_of(tensor)) for name, tensor in held.items()}
+    chain = run.chain(newest, decoded=first)
+    assert [file.header.step for file in chain] == [5, 4, 3, 2, 1]
+    found = load_tensors(chain, list(held), decoded=held)
+    assert {name: bits(values_of(tensor)) for name, tensor in held.items()} == before
+    assert {name: bits(values_of(tensor)) for name, tensor in found.items()} == {
+        name: bits(values_of(tensor)) for name, tensor in run.load(newest).items()
+    }

@@ -7,7 +7,7 @@ parts. A process reads only the boxes that overlap what it asks for, and of the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -127,7 +127,10 @@ class _Reader:
             file = self._chain[level]
             for name, stored in boxes.items():
                 entry = file.header.by_name[name]
-                tensors[name] = decode_entry(file, entry, parents.get(name), tensors, stored)
+                parent = parents.get(name)
+                # Nobody needs a parent that was decoded here, so its levels become those of the child.
+                overwrite = parent is not None and parent is not self._decoded.get(name)
+                tensors[name] = decode_entry(file, entry, parent, tensors, stored, overwrite)
                 if entry.scheme.is_reference:
                     check_reference(file, entry, self._files[level + 1])
             for name, stored in boxes.items() if level == 0 or all_ else ():
@@ -218,11 +221,12 @@ def decode_entry(
     parent: StoredTensor | None,
     others: Mapping[str, StoredTensor],
     boxes: Sequence[StoredBox] | None = None,
+    overwrite: bool = False,
 ) -> StoredTensor:
     """Decode one entry of a checkpoint, without a comparison of its values with their hash.
 
     parent: the tensor in the parent. others: tensors of the same checkpoint that are decoded already. boxes: the stored
-    ones to decode, by default all. Raises CheckpointError if it is damaged.
+    ones to decode, by default all. overwrite: as for ``Coded``. Raises CheckpointError if it is damaged.
     """
     if entry.scheme.is_reference:
         assert parent is not None
@@ -232,7 +236,7 @@ def decode_entry(
     other = others.get(entry.scheme.depends_on or "")
     stored = stored_boxes(file, entry) if boxes is None else boxes
     if entry.scheme.layout_number is None:
-        return _decode(stored[0], parent, other)
+        return _decode(stored[0], parent, other, overwrite)
     dtype, shape, pieces = dtype_named(entry.dtype), torch.Size(entry.shape), []
     try:
         for each in stored:
@@ -262,11 +266,13 @@ def _decode_in_part(
     return found if second is None else known_by(found, second)
 
 
-def _decode(stored: StoredBox, parent: StoredTensor | None, other: StoredTensor | None) -> StoredTensor:
+def _decode(
+    stored: StoredBox, parent: StoredTensor | None, other: StoredTensor | None, overwrite: bool = False
+) -> StoredTensor:
     file, entry = stored.file, stored.entry
     try:
         with explain_out_of_memory(file, entry):
-            return decode(entry.scheme, _coded(file, entry, parent, other))
+            return decode(entry.scheme, replace(_coded(file, entry, parent, other), overwrite=overwrite))
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
