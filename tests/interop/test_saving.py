@@ -232,7 +232,7 @@ def test_the_files_may_be_moved_together_and_loaded_from_any_folder(chain, tmp_p
 def test_the_second_decoder_follows_the_paths_of_the_parents_too(chain):
     paths, _ = chain
     header, tensors = decode_single(paths[2])
-    assert header["parent"]["file"] == "../checkpoint-1/state.dqc"
+    assert header["parents"][0]["file"] == "../checkpoint-1/state.dqc"
     assert tensors["model.1.weight"][2] == bits(dq.load(paths[2], part="model/1.weight"))[3]
 
 
@@ -467,7 +467,7 @@ def test_a_killed_save_leaves_a_whole_file(tmp_path):
 @pytest.mark.parametrize("file", ["/etc/passwd", "a\0b", 7, ["a"]])
 def test_a_crafted_path_of_a_parent_is_an_error(chain, file):
     paths, _ = chain
-    rewrite(paths[1], lambda header: header["parent"].update(file=file))
+    rewrite(paths[1], lambda header: header["parents"][0].update(file=file))
     with pytest.raises(dq.CheckpointError, match="altered: its step, sequence number or parent"):
         dq.load(paths[1])
 
@@ -476,7 +476,7 @@ def test_a_parent_that_is_no_checkpoint_or_the_file_itself_is_an_error(chain):
     paths, _ = chain
     os.mkfifo(paths[0].with_name("fifo"))
     for file, said in (("../checkpoint-0/fifo", "is a FIFO, not a file"), ("state.dqc", "holds another state now")):
-        rewrite(paths[1], lambda header, file=file: header["parent"].update(file=file))
+        rewrite(paths[1], lambda header, file=file: header["parents"][0].update(file=file))
         with pytest.raises(dq.CheckpointError, match=said):
             dq.load(paths[1])
 
