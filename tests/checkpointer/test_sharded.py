@@ -16,7 +16,6 @@ from dynaquant.engine.forms.patchwork import Patchwork
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.stored import in_one
 from dynaquant.engine.forms.units import ScaledMoment
-from dynaquant.store.reading import places_of
 from dynaquant.store.run import Run
 
 pytestmark = pytest.mark.slow
@@ -116,20 +115,6 @@ def test_saves_do_not_change_a_sharded_training(tmp_path):
             # Too early in the training, the metric prefers a model without any weights, and an estimate decides.
             assert set(found.pop("judged_by")) <= {"evaluate", "fisher distortion"}, way
             assert found == {"losses": True, "different": []}, way
-
-
-@pytest.mark.parametrize("apart", [[], ["apart"]])
-def test_replicas_share_the_writing_of_what_they_hold_alike(tmp_path, apart):
-    run("sharing_replicas.py", 3, tmp_path, *apart)
-    run_ = Run(tmp_path / "run")
-    files = run_.files()[0]
-    assert [file.header.parent and file.header.parent.step for file in files] == [None, 1, 2, 3]
-    sizes = [part.size for part in files[-1].header.parts]
-    assert len(sizes) == 3
-    if apart:  # rank 0 writes the weight that differs
-        entry = files[1].header.by_name["model.2.weight"]
-        assert [place.part for place in places_of(files[1], entry)] == [0]
-    call("verify", tmp_path / "run")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")

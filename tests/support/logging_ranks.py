@@ -15,8 +15,7 @@ import dynaquant as dq
 def main(layout):
     begin()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(threadName)s: %(message)s")
-    # Replicas share the writing of a state that has 4 MB for each rank.
-    model = model_of(layout, width=480, blocks=1) if layout == "plain" else model_of(layout)
+    model = model_of(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with dq.Checkpointer(folder() / "run", model, optimizer) as ckpt:
         for step in (1, 2):

@@ -48,7 +48,7 @@ class Method(Protocol):
     """How weights are quantized and coded, and how a configuration is found.
 
     coder: of levels. quantizes_vectors, quantizes_moments: whether parameters of one dimension, and moments, are
-    quantized, too. supports_shards: whether ranks may hold or write parts of a state. uses_mean_squares: whether
+    quantized, too. supports_shards: whether ranks may hold parts of a state. uses_mean_squares: whether
     ``prepare`` needs mean squared gradients.
     """
 

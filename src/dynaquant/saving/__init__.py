@@ -26,7 +26,6 @@
 - ``bounded_tensors.py``: tensors with a bound, averages of weights at the preset's error
 - ``assemble.py``: the stored form of every tensor
 - ``compressed.py``: a state as it is to be stored
-- ``replicas.py``: shares the writing among ranks that all hold the whole state
 - ``timing.py``: seconds of each stage
 - ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does
 - ``background.py``: the writing thread

@@ -7,7 +7,7 @@ the state is divided, every rank writes its part; otherwise rank 0 writes all, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -94,9 +94,7 @@ class CommitStage:
         base = self.base if self.base is not None and self.base.parent == draft.parent else None
         try:
             part = group.run_on_all_ranks(lambda: self._write_part(checkpoint, division, base, draft))
-            # Ranks of a divided model have quantized all tensors, each its part, so rank 0 knows how all are stored.
-            dependent = {} if division is None or division.shards.divided else checkpoint.depends_on
-            gathered = group.gather_to_rank_0((None if part is None else part[0], dependent))
+            gathered = group.gather_to_rank_0(None if part is None else part[0])
             publish = partial(_published, run, draft, checkpoint, base, division, gathered)
             published = on_rank_zero(publish, group)
         except BaseException:
@@ -155,15 +153,13 @@ def _published(
     checkpoint: Checkpoint,
     base: Base | None,
     division: Division | None,
-    gathered: list[tuple[WrittenPart | None, Mapping[str, str]]],
+    gathered: list[WrittenPart | None],
 ) -> tuple[CheckpointFile, Base]:
-    """Publish the manifest. gathered: of all ranks, the part that each has written, and ``Checkpoint.depends_on``."""
+    """Publish the manifest. gathered: the part that each rank has written."""
     if division is None:
         return run.publish(draft, checkpoint, base)
-    dependent = dict(checkpoint.depends_on)
-    for _, more in gathered:
-        dependent |= more
-    plan, written = division.plan(checkpoint.labels, dependent), [part for part, _ in gathered if part is not None]
+    # Ranks have quantized all tensors, each its part, so rank 0 knows how all are stored.
+    plan, written = division.plan(checkpoint.labels, checkpoint.depends_on), [part for part in gathered if part]
     if [len(part.hashes) for part in written] != [len(plan.boxes_of(number)) for number in range(plan.parts)]:
         raise CheckpointError(f"{run.folder}: ranks have written other tensors than rank 0 has planned")
     return run.publish(draft, checkpoint, plan=plan, parts=written)

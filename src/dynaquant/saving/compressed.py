@@ -18,12 +18,12 @@ from dynaquant.search.decision import Decision
 class Compressed:
     """The tensors of a state as they are to be stored, and how that was decided.
 
-    assembled: empty on ranks other than 0. writers: which rank writes what; None if rank 0 writes all. memory: of this
+    assembled: empty on ranks other than 0. division: among the ranks; None if rank 0 writes all. memory: of this
     save, as far as it depends on what is here. comparison: of the weights with those of the last checkpoint.
     """
 
     assembled: Assembled
-    writers: Division | None
+    division: Division | None
     labels: Mapping[str, Label]
     decision: Decision
     notes: list[str]

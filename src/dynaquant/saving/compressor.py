@@ -124,7 +124,9 @@ class Compressor:
         labels = {**source.labels, **{master: source.labels[name] for name, master in source.master_of.items()}}
         last_limit = limit if not comparison.unchanged else memory.last_limit
         remembered = replace(memory, search=decision.memory, budget=budget, last_weights={}, last_limit=last_limit)
-        found = Compressed(assembled, source.writers, labels, decision, [*source.notes, *notes], remembered, comparison)
+        found = Compressed(
+            assembled, source.division, labels, decision, [*source.notes, *notes], remembered, comparison
+        )
         return found if source.on_access else found.with_last_weights(quantized)
 
     def _budget_at(self, source: Source, memory: Memory) -> TrainingBudget | None:
@@ -180,7 +182,7 @@ class Compressor:
         return self._manager.decide(prepared, decided, memory.search, limits), list(notes)
 
     def _assembled(self, source: Source, quantized: Mapping[str, Form]) -> Assembled:
-        """Return what this rank writes: rank 0 everything if no other writes, or each rank its part. Collective.
+        """Return what this rank writes: rank 0 everything, or of a divided state each rank its part. Collective.
 
         quantized: all but moments.
         """
@@ -198,15 +200,12 @@ class Compressor:
             tolerances = source.first_tolerances
             return quantize_moments(own, source.labels, first, second, tolerances, shards.held, shards.reduce)
 
-        tensors, writers = source.tensors, source.writers
-        if writers is None:
+        tensors, division = source.tensors, source.division
+        if division is None:
             return on_rank_zero(lambda: assembled(tensors, moments_of(tensors, WHOLE)), self._group) or Assembled()
-        here = {name: tensor for name, tensor in tensors.items() if writers.writes(name)}
-        if writers.shards.divided:
-            own, shards = writers.without_copies(tensors)
-            moments = self._group.run_reducing(lambda: moments_of(own, shards))
-        else:
-            moments = self._group.run_on_all_ranks(lambda: moments_of(here, WHOLE))
+        here = {name: tensor for name, tensor in tensors.items() if division.writes(name)}
+        own, shards = division.without_copies(tensors)
+        moments = self._group.run_reducing(lambda: moments_of(own, shards))
         found = self._group.run_on_all_ranks(lambda: assembled(here, moments))
         return replace(found, depends_on={name: depends_on(stored) for name, stored in moments.items()})
 

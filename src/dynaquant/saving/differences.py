@@ -83,10 +83,10 @@ class Differences:
         """Add what is stored for ranks to what rank 0 writes, or to the parts of the ranks. Collective."""
         if not self.stored:
             return compressed
-        assembled, writers = compressed.assembled, compressed.writers
+        assembled, division = compressed.assembled, compressed.division
         own = group.run_on_all_ranks(lambda: {name: copied(tensor) for name, tensor in self.own.items()})
         labels = {**compressed.labels, **dict.fromkeys(self.stored, Label("exact"))}
-        if writers is None:
+        if division is None:
             found = {name: tensor for each in group.gather_to_rank_0(own) for name, tensor in each.items()}
             copy = assembled.lossless_copy
             copy = None if copy is None else {**copy, **found}
@@ -103,14 +103,14 @@ class Differences:
             for name, each in self.stored.items()
             if name not in own
         }
-        shards = writers.shards
+        shards = division.shards
         together = Division(
-            {**writers.local, **own, **elsewhere},
+            {**division.local, **own, **elsewhere},
             Shards(shards.held, {*shards.others_count, *elsewhere}, shards.reduce),
-            {**writers.writers, **added},
+            {**division.writers, **added},
         )
         assembled = replace(assembled, tensors={**assembled.tensors, **own})
-        return replace(compressed, assembled=assembled, writers=together, labels=labels)
+        return replace(compressed, assembled=assembled, division=together, labels=labels)
 
 
 def find_differences(

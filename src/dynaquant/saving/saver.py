@@ -197,7 +197,7 @@ class Saver:
         record["moments_corrected"] = self._corrections.count
         if exact_weights and compressed.assembled.lossless_copy is not None:
             record[EXACT_WEIGHTS] = True
-        writers = compressed.writers
+        division = compressed.division
         checkpoint = Checkpoint(
             step,
             captured.tree,
@@ -206,11 +206,11 @@ class Saver:
             record,
             coder=self._compressor.method.coder,
             lossless_copy=compressed.assembled.lossless_copy,
-            frozen=source.frozen if writers is None else (),
+            frozen=source.frozen if division is None else (),
             depends_on=compressed.assembled.depends_on,
         )
-        begin = partial(self._writer.begin, checkpoint, writers, decision.predicted)
-        return begin() if writers is not None else written_by_rank_zero(step, record, begin, self._group)
+        begin = partial(self._writer.begin, checkpoint, division, decision.predicted)
+        return begin() if division is not None else written_by_rank_zero(step, record, begin, self._group)
 
 
 def _typical_seconds(seconds: Mapping[str, float], decision: Decision, typical: float) -> float:

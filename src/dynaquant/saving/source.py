@@ -42,8 +42,7 @@ class Source:
     preset's. copied_exactly: names of tensors that the checkpoint's lossless copy has exactly; without any, there is no
     copy.
 
-    shards: which part of each tensor this rank holds. writers: which rank writes what; None if rank 0 writes all.
-    notes: for the record.
+    division: of the tensors among the ranks; None if every rank holds all of them. notes: for the record.
     """
 
     tensors: Mapping[str, Tensor]
@@ -62,9 +61,13 @@ class Source:
     frozen: frozenset[str] = frozenset()
     first_tolerances: Mapping[str, float] = field(default_factory=dict)
     copied_exactly: Collection[str] = ()
-    shards: Shards = WHOLE
-    writers: Division | None = None
+    division: Division | None = None
     notes: Sequence[str] = ()
+
+    @property
+    def shards(self) -> Shards:
+        """Which part of each tensor this rank holds."""
+        return WHOLE if self.division is None else self.division.shards
 
     @property
     def weight_names(self) -> dict[str, str]:

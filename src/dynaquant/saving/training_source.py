@@ -13,7 +13,7 @@ from dynaquant.methods.method import Method
 from dynaquant.ranks.group import Group
 from dynaquant.saving.capture import Captured
 from dynaquant.saving.displacements import Displacements
-from dynaquant.saving.division import Division, divide
+from dynaquant.saving.division import divide
 from dynaquant.saving.frozen_and_omitted import (
     frozen_parameters,
     in_frozen_files,
@@ -24,7 +24,6 @@ from dynaquant.saving.gradient_statistics import GradientStatistics
 from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.presets import Preset
-from dynaquant.saving.replicas import share_writing
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import Progress, learning_rate
 from dynaquant.state.roles import untrained
@@ -103,7 +102,6 @@ class TrainingSource:
         elif exact_weights and not sharded and self._preset is not None:
             weights = {name for name in tensors if captured.labels[name].role == "weight"}
             copied = {*weights, *master_of.values()} if weights else ()
-        others = bool(external or master_of or frozen.unchanged or copied)
         notes = [*captured.notes, *notes_on_gaps(captured, self._objects), *self.updates.notes()]
         displaced: Mapping[str, float] = {}
         tolerances: Mapping[str, float] = {}
@@ -127,8 +125,7 @@ class TrainingSource:
             frozen=frozen.unchanged,
             first_tolerances=tolerances,
             copied_exactly=copied,
-            shards=captured.shards,
-            writers=captured.division or self._shared(tensors, captured, others),
+            division=captured.division,
             notes=notes,
         )
 
@@ -161,17 +158,6 @@ class TrainingSource:
         """Remove the hooks from the optimizers. May be called again, also after an interrupt."""
         self._gradients.close()
         self.updates.close()
-
-    def _shared(self, tensors: Mapping[str, Tensor], captured: Captured, has_others: bool) -> Division | None:
-        """Return how replicas share the writing; None if rank 0 writes all.
-
-        has_others: whether there are tensors that are not stored by themselves, or will not be: frozen parameters get a
-        file of their own. Collective.
-        """
-        alone = has_others or not self._method.supports_shards
-        if self._group.size == 1 or any(self._group.all_gather(alone)):
-            return None
-        return share_writing(tensors, captured.labels, captured.differences.names, self._group)
 
 
 def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
