@@ -9,7 +9,7 @@ from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import Parent
 from dynaquant.store.layout import Place, Plan
-from dynaquant.store.writing import Checkpoint, base_of_boxes, planned, second_of, write_part
+from dynaquant.store.writing import Checkpoint, base_of_boxes, depends_on, planned, write_part
 
 
 def by_rows(shape, parts):
@@ -43,7 +43,7 @@ def plan_of(tensors, labels, places_of, parts):
         layout = tuple(places_of(tuple(stored.shape), parts))
         index = layouts.setdefault(layout, len(layouts))
         label = labels.get(name, Label("exact"))
-        found.append(planned(name, label, dtype_name(stored.dtype), stored.shape, index, second_of(stored)))
+        found.append(planned(name, label, dtype_name(stored.dtype), stored.shape, index, depends_on(stored)))
     return Plan(tuple(found), tuple(layouts), parts)
 
 
