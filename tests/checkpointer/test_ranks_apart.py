@@ -47,7 +47,7 @@ def test_ranks_that_open_different_checkpoints_of_one_step_restore_nothing(findi
 
 # Ranks hold different values
 
-WAYS = ["small", "lossless", "copy", "published", "shared writing", "sharded", "sharded, quantized"]
+WAYS = ["small", "lossless", "copy", "published", "sharded", "sharded, quantized"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -118,7 +118,7 @@ def main(folder: Path) -> None:
         "no candidate": replica.score(
             [replica.fine], OutOfMemory(replica.quantizer.weights, replica.quantizer) if on_rank_1 else None
         ),
-        "no value": replica.score([replica.fine], decided={"1.bias": no_memory} if on_rank_1 else {}),
+        "no value": replica.score([replica.fine], decided={"model.1.bias": no_memory} if on_rank_1 else {}),
     }
     replica.metric.too_few = int(on_rank_1)
     report["too few numbers"] = replica.score([replica.fine])

@@ -268,7 +268,6 @@ SCENARIOS = {
     "apart: lossless": partial(apart, 3, {"quality": "lossless"}),
     "apart: copy": partial(apart, 2, {"keep": dq.Keep(lossless_copy=True)}),
     "apart: published": partial(apart, 2, {"quality": dq.Quality(method="published")}),
-    "apart: shared writing": partial(apart, 3, {"width": 640, "quality": "lossless"}),
     "apart: sharded": partial(apart, 3, {"sharded": True, "quality": "lossless"}),
     "apart: sharded, quantized": partial(apart, 3, {"sharded": True}),
     "later": later,

@@ -62,8 +62,8 @@ def load_shards(
     tensors that are not decoded. Raises CheckpointError if a tensor is damaged.
     """
     chain, names = run.chain(file), [entry.name for entry in file.header.entries if entry.name not in leave_out]
-    found = load_all(chain, [name for name in names if name not in targets])
-    shards = {name: shard_of(targets[name]) for name in names if name in targets}
+    shards = {n: shard_of(targets[n]) for n in names if n in targets and not file.header.by_name[n].omitted}
+    found = load_all(chain, [name for name in names if name not in shards])
     wanted = {name: [box for box, _ in shard.boxes] for name, shard in shards.items()}
     wanted.update({name: [Box.whole(shard.shape)] for name, shard in shards.items() if not shard.shape.numel()})
     for name, stored in load_boxes(chain, wanted.items()):
