@@ -30,6 +30,7 @@ from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.log_to import LogTo, logger_of
+from dynaquant.saving.memory import Memory
 from dynaquant.saving.movement import Movement
 from dynaquant.saving.rank_zero import hold_for_writing
 from dynaquant.saving.record import Record, record_of
@@ -182,7 +183,10 @@ class Checkpointer:
                 at_end=lock,
             )
             stages = self._training, self._compressor, self._writer, self._turn, self._group, self._corrections
-            self._saver = Saver(self._run, self._objects, roles, schedule, *stages, buffers_of_rank_0(model))
+            memory = Memory.at_start(quality)
+            self._saver = Saver(
+                self._run, self._objects, roles, schedule, *stages, buffers_of_rank_0(model), memory=memory
+            )
             undo.pop_all()
 
     @property

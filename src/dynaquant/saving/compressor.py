@@ -87,12 +87,6 @@ class Compressor:
         self._largest = float(value)
         self._keeps_to_budget = self._quality.training_budget is not None
 
-    def begin(self) -> Memory:
-        """Return the memory before the first save."""
-        if (total := budget_of(self._quality)) is None:
-            return Memory()
-        return Memory(budget=TrainingBudget(float(total), self._largest, self._quality.expected_restores))
-
     def compress(self, source: Source, memory: Memory, size_factor: float, seconds: dict[str, float]) -> Compressed:
         """Compress a source. Adds the time of each stage to ``seconds``.
 

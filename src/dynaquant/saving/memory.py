@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.options import Quality
 from dynaquant.saving import displacements
 from dynaquant.saving.displacements import Displacements
+from dynaquant.saving.presets import budget_of, largest_degradation
 from dynaquant.saving.record import degradation_of, limit_of
 from dynaquant.saving.schedule import Schedule
 from dynaquant.saving.training_budget import TrainingBudget
@@ -53,6 +55,13 @@ class Memory:
     diverged: bool = False
     differed: frozenset[str] | None = None
     noted: frozenset[str] = frozenset()
+
+    @classmethod
+    def at_start(cls, quality: Quality) -> Memory:
+        """Return the memory before the first save of a training."""
+        if (total := budget_of(quality)) is None:
+            return cls()
+        return cls(budget=TrainingBudget(float(total), largest_degradation(quality), quality.expected_restores))
 
     def typical_cost(self, cost: float) -> float:
         """Return the cost of a typical search, in evaluations on all batches. cost: of the present one."""

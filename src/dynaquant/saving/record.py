@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dynaquant.engine.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.errors import CheckpointError
 from dynaquant.search.scores import MeasuredQuality, Trial, number_to_json
-from dynaquant.store.catalogue import Listed
+from dynaquant.store.catalogue import Listed, bytes_by_role
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 
@@ -165,12 +165,11 @@ def json_of(decision: Decision, interval: int | None, seconds: dict[str, float],
 
 def sizes_by_role(entries: Iterable[Entry]) -> dict[str, Size]:
     """Return the bytes of tensors by role, without tensors whose values are not in the checkpoint."""
-    roles: dict[str, Size] = {}
-    for entry in entries:
-        if not entry.external:
-            role = entry.label.role
-            roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.stored_size)
-    return roles
+    return _sizes(bytes_by_role(entries))
+
+
+def _sizes(roles: Mapping[str, tuple[int, int]]) -> dict[str, Size]:
+    return {role: Size(raw, stored) for role, (raw, stored) in roles.items()}
 
 
 def record_of(
@@ -182,7 +181,7 @@ def record_of(
     """
     found = Listed.of(file) if isinstance(file, CheckpointFile) else file
     summary, record = found.summary, found.record
-    roles = {role: Size(raw, stored) for role, (raw, stored) in found.roles.items()}
+    roles = _sizes(found.roles)
     total = Size(sum(size.raw for size in roles.values()), found.size)
     try:
         return _record(

@@ -44,7 +44,7 @@ class Saver:
     objects: the objects of the training, by name. training: what they tell of its state. roles: overrides by glob
     pattern. turn: raises the errors of
     forbidden calls from inside ``evaluate``. corrections: of first moments after a restore. rank_0_only: names of
-    tensors that are stored as on rank 0, although ranks may hold others.
+    tensors that are stored as on rank 0, although ranks may hold others. memory: at the start of the training.
     """
 
     def __init__(
@@ -60,11 +60,12 @@ class Saver:
         group: Group,
         corrections: MomentCorrections,
         rank_0_only: Collection[str],
+        memory: Memory,
     ) -> None:
         self._run, self._objects, self._roles, self._group = run, objects, roles, group
         self._training, self._compressor, self._writer, self._turn = training, compressor, writer, turn
         self._corrections, self._rank_0_only = corrections, rank_0_only
-        self._memory = replace(compressor.begin(), displacements=training.displacements(), schedule=schedule)
+        self._memory = replace(memory, displacements=training.displacements(), schedule=schedule)
 
     @property
     def schedule(self) -> Schedule:

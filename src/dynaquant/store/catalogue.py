@@ -1,16 +1,16 @@
 """The catalogue of a run: one file with what a listing says of each checkpoint, so that it opens no other.
 
 The catalogue is never trusted over the checkpoints. A line counts only if the file that it describes has the same size
-and time of modification. A lost, torn or stale catalogue costs only time: what it lacks is read
-from the checkpoints, and the next writer makes it anew. A commit appends a line: two JSON objects, with a tab between.
-The first is what every listing needs, the second is the record, which most do not parse.
+and time of modification. A lost, torn or stale catalogue costs only time: what it lacks is read from the checkpoints,
+and the next writer makes it anew. A commit appends a line: two JSON objects, with a tab between. The first is what
+every listing needs, the second is the record, which most do not parse.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, Parent, Summary, is_step
+from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
 
 NAME = "catalogue.jsonl"
@@ -47,12 +48,18 @@ class Listed:
     @classmethod
     def of(cls, file: CheckpointFile) -> Listed:
         """Return what is listed of an opened checkpoint."""
-        roles: dict[str, tuple[int, int]] = {}
-        for entry in file.header.entries:
-            if not entry.external:
-                raw, stored = roles.get(entry.label.role, (0, 0))
-                roles[entry.label.role] = raw + entry.raw_size, stored + entry.stored_size
+        roles = bytes_by_role(file.header.entries)
         return cls(file.path, file.header.summary, file.header.record, roles, file.total_size)
+
+
+def bytes_by_role(entries: Iterable[Entry]) -> dict[str, tuple[int, int]]:
+    """Return raw and stored bytes of tensors by role, without tensors whose values are not in the checkpoint."""
+    roles: dict[str, tuple[int, int]] = {}
+    for entry in entries:
+        if not entry.external:
+            raw, stored = roles.get(entry.label.role, (0, 0))
+            roles[entry.label.role] = raw + entry.raw_size, stored + entry.stored_size
+    return roles
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,8 @@ from dynaquant.integrations.versions import check_version
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
 from dynaquant.options import Quality, QualityName, values_of
-from dynaquant.ranks.group import Group
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
-from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.log_to import in_one_line
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.presets import PRESETS
@@ -115,7 +113,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         self._quality = values_of("CheckpointIO", deprecated, quality, takes=takes, also=also).quality
         self._preset, self._higher_is_better = PRESETS[self._quality.preset], higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
-        self._memory = Compressor(self._quality, None, Group(alone=True)).begin()
+        self._memory = Memory.at_start(self._quality)
         self._steps = Steps()
         self._packer(self._function(), self._memory)  # raises for bad arguments
         self._written = ""  # identity of the last checkpoint
