@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import subprocess
 import sys
 import threading
 
@@ -78,3 +79,31 @@ def test_a_garbage_collected_checkpointer_releases_the_run_and_ends_its_thread(t
         gc.collect()
     assert Run(tmp_path).steps() == [1, 2]
     assert writers() == before
+
+
+LAST_REFERENCE_IN_THE_THREAD = """
+import sys, threading, time
+from pathlib import Path
+from dynaquant.saving.background import BackgroundWriter
+
+class Owner:
+    pass
+
+def end():
+    ends.set()
+    time.sleep(0.5)
+    Path(sys.argv[1]).write_text("ended")
+
+owner, released, ends = Owner(), threading.Event(), threading.Event()
+writer = BackgroundWriter(owner, end)
+writer.hand_over(lambda owner=owner: released.wait(30))
+del owner
+released.set()
+ends.wait(30)
+"""
+
+
+def test_the_process_waits_for_a_thread_that_had_the_last_reference_to_its_owner(tmp_path):
+    command = [sys.executable, "-c", LAST_REFERENCE_IN_THE_THREAD, str(tmp_path / "end")]
+    subprocess.run(command, check=True, timeout=120)
+    assert (tmp_path / "end").read_text() == "ended"

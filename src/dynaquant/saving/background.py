@@ -110,13 +110,16 @@ class BackgroundWriter(Generic[T]):
         self._ended.acquire()
         # A daemon: Python joins other threads before it calls ``_finish``, and this one waits for its next write.
         self._thread = threading.Thread(target=self._work, name="dynaquant", daemon=True)
+        # Unlike ``atexit``, this is also called in processes of ``multiprocessing``, but not in forks of this one.
+        self._at_exit = Finalize(None, self._end, exitpriority=0)
         try:
             self._thread.start()
         except BaseException:
+            self._at_exit.cancel()
             self._writes.put(None)  # the thread may have started all the same
             raise
         self.process = os.getpid()
-        # Unlike ``atexit``, this is also called in processes of ``multiprocessing``, but not in forks of this one.
+        # At the end of the process, Python calls this before ``_end``.
         Finalize(owner, self._finish, exitpriority=0)
 
     def _work(self) -> None:
@@ -129,6 +132,7 @@ class BackgroundWriter(Generic[T]):
                 self._at_end()
             finally:
                 self._ended.release()
+                self._at_exit.cancel()
 
     @property
     def is_here(self) -> bool:
@@ -169,10 +173,18 @@ class BackgroundWriter(Generic[T]):
         check_process(self.process)
         if self._last is not None:
             self._writes.put(self._last)
+        self._end()
+        self.wait()
+
+    def _end(self) -> None:
+        """End the thread and wait until it has called ``at_end``.
+
+        Also called when the process ends: if the thread had the owner's last reference, nobody has waited for it, and
+        the interpreter would end while the thread closes what it holds.
+        """
         self._writes.put(None)
         with self._ended:
             pass
-        self.wait()
 
     def _finish(self) -> None:
         """Close, if nobody has called ``close``."""
