@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.external import External
 from dynaquant.engine.forms.form import Form, StoredTensor
-from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rounded import RoundedWeight
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 
@@ -49,7 +47,7 @@ def assemble(
     own = [name for name in live if name not in master_of]  # a half-precision weight is its master weight, rounded
 
     def completed(forms: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        rounded = {name: _rounded(live[name].dtype, forms[master], master) for name, master in master_of.items()}
+        rounded = {name: RoundedWeight(live[name].dtype, forms[master], master) for name, master in master_of.items()}
         together = {**forms, **rounded, **external}
         return {name: together[name] for name in names if name in together}
 
@@ -79,11 +77,6 @@ def assemble_on_access(
         return tensors[name] if name in copied_exactly else form(name)
 
     return Assembled(LazyMapping(names, form), LazyMapping(names, exact) if copied_exactly else None)
-
-
-def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> RoundedWeight:
-    assert isinstance(master, QuantizedTensor | Tensor)
-    return RoundedWeight(dtype, master, name)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dynaquant.engine.forms.form import StoredTensor
-from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.levels import QuantizedTensor, levels_of
 from dynaquant.engine.forms.stored import form_of, in_one, stored_hash
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.hashing import tensor_hash
@@ -53,11 +53,10 @@ class Comparison:
 
     def last_weights(self, stored: Mapping[str, StoredTensor]) -> dict[str, LastWeight]:
         """Return what the next save compares with. stored: at least the quantized weights of this save."""
-        forms = {name: form for name, form in stored.items() if name in self.samples}
         return {
-            name: LastWeight(form, self.samples[name], self.hashes.get(name))
-            for name, form in forms.items()
-            if isinstance(form, QuantizedTensor)
+            name: LastWeight(quantized, self.samples[name], self.hashes.get(name))
+            for name, form in stored.items()
+            if name in self.samples and (quantized := levels_of(form)) is not None
         }
 
 
@@ -95,9 +94,9 @@ def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dic
         source, form = name, in_one(stored)
         if (other := form_of(stored).other) is not None:  # it is stored as its float32 master weight
             source, form = other
-        if isinstance(form, QuantizedTensor):
+        if (quantized := levels_of(form)) is not None:
             entry = header.by_name[source]
             # The hash in the header is that of a whole tensor in one box.
-            own = entry.scheme.layout_number is not None or entry.shape != form.shape
-            found[name] = LastWeight(form, None, stored_hash(form) if own else entry.hash)
+            own = entry.scheme.layout_number is not None or entry.shape != quantized.shape
+            found[name] = LastWeight(quantized, None, stored_hash(quantized) if own else entry.hash)
     return found

@@ -65,6 +65,10 @@ class Form(ABC):
         """Return the values that a restore returns, on the host. Raises ValueError as ``pieces`` does."""
         return dequantize(self)
 
+    def values_at(self, indices: Tensor) -> Tensor:
+        """Return some of the values, in the form's dtype. indices: of flat elements, on the host."""
+        return self.values().reshape(-1)[indices]
+
     def digest(self) -> str:
         """Return the ``tensor_hash`` of the values. Hashes them piece by piece, without memory for all."""
         if self.is_zero:

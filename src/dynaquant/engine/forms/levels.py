@@ -68,6 +68,12 @@ class QuantizedTensor(Form):
         if len(protected):
             raise ValueError("the number of protected values differs from the number of protected levels")
 
+    def values_at(self, indices: Tensor) -> Tensor:
+        if len(self.protected):  # where a value's outlier lies is known only once those before it are counted
+            return super().values_at(indices)
+        levels = self.levels[indices.numpy()]
+        return replace(self, shape=torch.Size([len(levels)]), levels=levels).values()
+
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:
         before = parent if isinstance(parent, QuantizedTensor) else None
         return _encode_rearranged(self, before) if coder == "rearranged" else encode_conditional(self, before)
@@ -126,6 +132,11 @@ class QuantizedTensor(Form):
         if not isinstance(other, QuantizedTensor) or self.codebook.bins != other.codebook.bins:
             return None
         return float(np.mean(self.levels != other.levels))
+
+
+def levels_of(stored: StoredTensor) -> QuantizedTensor | None:
+    """Return a tensor that is stored as levels; None for any other form."""
+    return stored if isinstance(stored, QuantizedTensor) else None
 
 
 @lru_cache(maxsize=256)

@@ -39,6 +39,11 @@ class RankOne(Form):
             for some_rows in in_pieces(rows, max(size // len(columns), 1)):
                 yield saturating_cast(kernels.for_device(device).outer(some_rows, columns), self.dtype)
 
+    def values_at(self, indices: Tensor) -> Tensor:
+        size = max(self.shape[1:].numel(), 1)
+        rows, columns = self.rows.values()[indices // size], self.columns.values()[indices % size]
+        return saturating_cast(rows * columns, self.dtype)
+
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - conditional
         before = parent if isinstance(parent, RankOne) else None
         rows, coded_rows = encode_conditional(self.rows, before.rows if before else None)

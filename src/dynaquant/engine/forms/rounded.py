@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,19 +15,16 @@ from dynaquant.engine.forms.schemes import RoundedFromMaster
 from dynaquant.engine.forms.stored import cut, form_of
 from dynaquant.engine.tensors.box import Box
 
-Master = QuantizedTensor | Tensor
-"""The forms of a master weight."""
-
 
 @dataclass(frozen=True)
 class RoundedWeight(Form):
     """A weight that is its master weight, each value rounded to a dtype.
 
-    master: the master weight as stored, under the name ``master_name``.
+    master: the master weight as stored, in levels or exactly, under the name ``master_name``.
     """
 
     dtype: torch.dtype
-    master: Master
+    master: StoredTensor
     master_name: str
 
     @property
@@ -40,7 +36,7 @@ class RoundedWeight(Form):
         return self.master_name, self.master
 
     def with_other(self, name: str, stored: StoredTensor) -> RoundedWeight:
-        return replace(self, master_name=name, master=cast(Master, stored))
+        return replace(self, master_name=name, master=stored)
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
         for piece in form_of(self.master).pieces(size, device):
@@ -50,7 +46,7 @@ class RoundedWeight(Form):
         return RoundedFromMaster(self.master_name), b""
 
     def cut(self, box: Box) -> RoundedWeight:
-        return replace(self, master=cast(Master, cut(self.master, box)))
+        return replace(self, master=cut(self.master, box))
 
     def describe(self) -> str:
         return "its values are stored exactly; it has no levels"
@@ -58,6 +54,7 @@ class RoundedWeight(Form):
 
 def decode(scheme: RoundedFromMaster, coded: Coded) -> RoundedWeight:
     """Return the weight. Raises ValueError if the other tensor cannot be its master weight."""
-    if not isinstance(coded.other, Master) or coded.other.shape != coded.shape:
+    master = coded.other
+    if not isinstance(master, QuantizedTensor | Tensor) or master.shape != coded.shape:
         raise ValueError(f"it is rounded from {scheme.of}, which is not a weight of the same shape")
-    return RoundedWeight(coded.dtype, coded.other, scheme.of)
+    return RoundedWeight(coded.dtype, master, scheme.of)

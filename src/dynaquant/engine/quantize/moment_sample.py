@@ -5,16 +5,12 @@ The sample is one of the whole tensor. Each rank takes the elements that it hold
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from dynaquant.engine.forms.form import dequantize
-from dynaquant.engine.forms.levels import QuantizedTensor
-from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.tensors.dtypes import saturating_cast
+from dynaquant.engine.forms.form import Form
 from dynaquant.engine.tensors.shard import Shard
 
 SAMPLE_SIZE = 32_768
@@ -33,14 +29,9 @@ def sample(tensor: Tensor, shard: Shard) -> Tensor:
     return flat.to("cpu", torch.float32)
 
 
-def sample_stored(stored: QuantizedTensor | RankOne, shard: Shard) -> Tensor:
-    """Return ``sample`` of the values of a local tensor without outliers; computes no other values."""
-    if isinstance(stored, QuantizedTensor):
-        levels = stored.levels[_held(shard).numpy()] if shard.shape.numel() > SAMPLE_SIZE else stored.levels
-        return dequantize(replace(stored, shape=torch.Size([len(levels)]), levels=levels)).to(torch.float32)
-    rows, columns = _rows_and_columns(shard)
-    values = dequantize(stored.rows).index_select(0, rows) * dequantize(stored.columns).index_select(0, columns)
-    return saturating_cast(values, stored.dtype).to(torch.float32)
+def sample_stored(stored: Form, shard: Shard) -> Tensor:
+    """Return ``sample`` of the values of a local tensor."""
+    return stored.values_at(_held(shard)).to(torch.float32)
 
 
 @lru_cache(maxsize=16)
@@ -57,10 +48,3 @@ def _held(shard: Shard) -> Tensor:
     if size <= SAMPLE_SIZE:
         return _indices(shard.local_shape.numel())
     return _indices(size) if shard.is_whole else torch.from_numpy(shard.find(_indices(size).numpy())[1])
-
-
-@lru_cache(maxsize=16)
-def _rows_and_columns(shard: Shard) -> tuple[Tensor, Tensor]:
-    """Return the local rows and columns of ``_held``. The columns are all dimensions but the first."""
-    held, columns = _held(shard), max(shard.local_shape[1:].numel(), 1)
-    return held // columns, held % columns
