@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,7 @@
 #include "lossless.hpp"
 #include "grid.hpp"
 #include "levels.hpp"
+#include "moments.hpp"
 #include "nearest.hpp"
 #include "roots.hpp"
 #include "sums.hpp"
@@ -120,6 +123,12 @@ void grid_values(const Array<const float>& values, float inverse, float step, st
     dynaquant::grid_values(view(values), inverse, step, seed, first, view(out));
 }
 
+// Sums of grid fits, as many as fits has room for.
+void copy_fits(const std::vector<dynaquant::GridFit>& found, double* out) {
+    for (const auto& fit : found)
+        for (const double sum : {fit.product, fit.square, fit.protected_product, fit.protected_square}) *out++ = sum;
+}
+
 void grid_fits(const Array<const float>& values, const Array<const double>& products,
                const Array<const double>& squares, const Array<const float>& inverses, const Array<double>& fits) {
     check_same_size(values.size(), products.size());
@@ -128,9 +137,25 @@ void grid_fits(const Array<const float>& values, const Array<const double>& prod
     const nb::gil_scoped_release release;
     std::vector<dynaquant::GridFit> found(inverses.size());
     dynaquant::grid_fits(view(values), view(products), view(squares), view(inverses), found);
-    double* out = fits.data();
-    for (const auto& fit : found)
-        for (const double sum : {fit.product, fit.square, fit.protected_product, fit.protected_square}) *out++ = sum;
+    copy_fits(found, fits.data());
+}
+
+std::pair<double, float> update_fits(const Array<const float>& firsts, const Array<const float>& seconds,
+                                     double epsilon, const Array<const float>& inverses, const Array<double>& fits) {
+    check_same_size(firsts.size(), seconds.size());
+    check_same_size(4 * inverses.size(), fits.size());
+    const nb::gil_scoped_release release;
+    std::vector<dynaquant::GridFit> found(inverses.size());
+    const auto updates = dynaquant::update_fits(view(firsts), view(seconds), epsilon, view(inverses), found);
+    copy_fits(found, fits.data());
+    return {updates.squares, updates.largest};
+}
+
+std::tuple<bool, double, std::size_t> root_changes(const Array<const float>& values, const Array<const float>& decoded) {
+    check_same_size(values.size(), decoded.size());
+    const nb::gil_scoped_release release;
+    const auto found = dynaquant::root_changes(view(values), view(decoded));
+    return {found.unusable, found.squares, found.count};
 }
 
 std::pair<double, double> sums(const Array<const float>& values) {
@@ -150,6 +175,21 @@ void multiply_by_roots(const Array<float>& values, const Array<const float>& sec
     check_same_size(values.size(), seconds.size());
     const nb::gil_scoped_release release;
     dynaquant::multiply_by_roots(view(values), view(seconds));
+}
+
+void divide_by_outer_roots(const Array<const float>& values, const Array<const float>& rows,
+                           const Array<const float>& columns, const Array<float>& out) {
+    check_same_size(values.size(), rows.size() * columns.size());
+    check_same_size(values.size(), out.size());
+    const nb::gil_scoped_release release;
+    dynaquant::divide_by_roots(view(values), view(rows), view(columns), view(out));
+}
+
+void multiply_by_outer_roots(const Array<float>& values, const Array<const float>& rows,
+                             const Array<const float>& columns) {
+    check_same_size(values.size(), rows.size() * columns.size());
+    const nb::gil_scoped_release release;
+    dynaquant::multiply_by_roots(view(values), view(rows), view(columns));
 }
 
 std::pair<double, double> errors(const Array<const float>& values, const Array<const float>& exact) {
@@ -316,12 +356,25 @@ NB_MODULE(_native, m) {
           "inverses"_a.noconvert(), "fits"_a.noconvert(),
           "Fills four sums for each grid with step 1 / inverse: Σ r · product and Σ r² · square over the values that are\n"
           "rounded to the multiple r of the step; the same over the protected values, where r is the value.");
+    m.def("update_fits", &update_fits, "firsts"_a.noconvert(), "seconds"_a.noconvert(), "epsilon"_a,
+          "inverses"_a.noconvert(), "fits"_a.noconvert(),
+          "Fills what grid_fits does for first moments in units of the roots of second moments, weighted as updates\n"
+          "m / (sqrt(v) + epsilon) are. Returns the sum of the squares of updates and the largest magnitude of a first\n"
+          "moment.");
+    m.def("root_changes", &root_changes, "values"_a.noconvert(), "decoded"_a.noconvert(),
+          "Returns of the values above zero: whether one is decoded to zero or infinity, the sum of\n"
+          "(sqrt(value / decoded) - 1)², and how many there are.");
     m.def("sums", &sums, "values"_a.noconvert(),
           "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
     m.def("divide_by_roots", &divide_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(), "out"_a.noconvert(),
           "Fills value / sqrt(second), correctly rounded; zero where the second is zero.");
     m.def("multiply_by_roots", &multiply_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(),
           "Multiplies each value by sqrt(second).");
+    m.def("divide_by_outer_roots", &divide_by_outer_roots, "values"_a.noconvert(), "rows"_a.noconvert(),
+          "columns"_a.noconvert(), "out"_a.noconvert(),
+          "Does what divide_by_roots does, with the outer product of rows and columns as seconds.");
+    m.def("multiply_by_outer_roots", &multiply_by_outer_roots, "values"_a.noconvert(), "rows"_a.noconvert(),
+          "columns"_a.noconvert(), "Does what multiply_by_roots does, with the outer product of rows and columns.");
     m.def("errors", &errors, "values"_a.noconvert(), "exact"_a.noconvert(),
           "Returns the sums of the squares of exact values, and of the differences of the values from them.");
     m.def("extremes", &extremes, "values"_a.noconvert(),

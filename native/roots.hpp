@@ -12,4 +12,9 @@ void divide_by_roots(std::span<const float> values, std::span<const float> secon
 // Multiplies values[i] by sqrt(seconds[i]).
 void multiply_by_roots(std::span<float> values, std::span<const float> seconds);
 
+// The same for a matrix of rows.size() rows, whose second moments are rows[i] * columns[j].
+void divide_by_roots(std::span<const float> values, std::span<const float> rows, std::span<const float> columns,
+                     std::span<float> out);
+void multiply_by_roots(std::span<float> values, std::span<const float> rows, std::span<const float> columns);
+
 }  // namespace dynaquant

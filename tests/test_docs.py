@@ -62,6 +62,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("commands", COMMANDS, ids=lambda commands: commands.split()[-1])
 def test_the_recipes_run_as_they_stand_and_again(commands, tmp_path, monkeypatch):
     if "loader.py" in commands:
@@ -97,6 +98,7 @@ def steps_in(output: str) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_the_guides_training_loop_runs_again(guide, tmp_path):
     code = next(text for language, text in blocks(guide) if text.startswith("# train.py"))
     (tmp_path / "train.py").write_text(code)

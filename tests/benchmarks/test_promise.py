@@ -72,6 +72,7 @@ def test_a_peer_that_loses_nothing_changes_nothing(training, data, monkeypatch):
     assert found.final == undisturbed(data, training)
 
 
+@pytest.mark.slow
 def test_a_sweep_keeps_its_runs_and_trains_only_what_is_missing(data, tmp_path):
     (tmp_path / "cifar10.npz").symlink_to(data / "cifar10.npz")
     sweep = Sweep(data, tmp_path, ["gru"], {"lossless": LOSSLESS})
@@ -87,6 +88,7 @@ def test_a_sweep_keeps_its_runs_and_trains_only_what_is_missing(data, tmp_path):
     assert [job.steps for job in other.missing()] == [10]
 
 
+@pytest.mark.slow
 def test_controls_belong_to_the_centre_and_differ_a_little_from_the_undisturbed_training(data, tmp_path):
     (tmp_path / "cifar10.npz").symlink_to(data / "cifar10.npz")
     sweep = Sweep(data, tmp_path, ["gru"], {CENTRE: replace(LOSSLESS, seeds=2)})

@@ -33,6 +33,7 @@ def test_close_ends_the_threads_that_connect_the_ranks(kind, tmp_path):
         assert found["closed late"] <= found["before"]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_ends_these_threads_while_python_still_runs(tmp_path):
     for found in reports("forgotten", tmp_path):
         assert found["before"] == found["at the end"] < found["open"]

@@ -85,6 +85,7 @@ def attached(folder, run="run", automatic=False, **options):
 # Resuming
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
 def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(undisturbed, tmp_path, quality):
     generator = random.Random(f"accelerate {quality}")
@@ -105,6 +106,7 @@ def test_saves_do_not_change_the_training(undisturbed, tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11", "checkpoint_9"]
 
 
+@pytest.mark.slow
 def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(undisturbed, tmp_path):
     train(tmp_path, 22, quality="lossless", loader="stateful")
     last = train(tmp_path, quality="lossless", loader="stateful")

@@ -744,6 +744,7 @@ def test_checkpoints_of_weights_only_count_neither_steps_nor_learning_rates(tmp_
     assert saved(300, 1e-4)["search"]["limit"] < 0.01
 
 
+@pytest.mark.slow
 def test_first_moments_are_kept_where_checkpoints_lie_close_together(tmp_path):
     def has_first_moment(epochs) -> bool:
         fit(trainer_of(tmp_path, "balanced", epochs=epochs))

@@ -19,6 +19,7 @@ from dynaquant.state.roles import labels
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
+pytestmark = pytest.mark.slow
 TIMEOUT = 150
 """Seconds. Much more than a launch needs, so a timeout means that a rank hangs."""
 FIRST_EVALUATIONS = 5

@@ -137,8 +137,10 @@ def untrained(objects: Mapping[str, Any], updated: Collection[str] = ()) -> froz
     of_models = {name: parameter for name, parameter in own.items() if _is_of_model(name)}
     known = trained & {memory_of(parameter) for parameter in of_models.values()}
 
+    others_trained = trained != known
+
     def is_idle(parameter: Tensor) -> bool:
-        may_have_master = trained != known and parameter.dtype in HALVES
+        may_have_master = others_trained and parameter.dtype in HALVES
         return bool(known) and not may_have_master and memory_of(parameter) not in known
 
     idle = {name for name, parameter in of_models.items() if is_idle(parameter)}

@@ -32,12 +32,20 @@ class RankOne(Form):
     columns: QuantizedTensor
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+        for rows, columns in self.factors(size, device):
+            yield saturating_cast(kernels.for_device(device).outer(rows, columns), self.dtype)
+
+    def factors(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield some rows and all columns, whose outer product is a piece of the values in float32.
+
+        Raises ValueError as ``pieces`` does.
+        """
         rows, columns = (dequantize(factor, device) for factor in (self.rows, self.columns))
         if rows.numel() * columns.numel() != self.shape.numel():
             raise ValueError("the rows and columns are those of a tensor of another shape")
         if self.shape.numel():
             for some_rows in in_pieces(rows, max(size // len(columns), 1)):
-                yield saturating_cast(kernels.for_device(device).outer(some_rows, columns), self.dtype)
+                yield some_rows, columns
 
     def values_at(self, indices: Tensor) -> Tensor:
         size = max(self.shape[1:].numel(), 1)

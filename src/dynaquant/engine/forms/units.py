@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.form import Coded, Form, StoredTensor, stored_equal
+from dynaquant.engine.forms.form import Coded, Form, StoredTensor, piece_length, stored_equal
 from dynaquant.engine.forms.levels import QuantizedTensor, decode_conditional, encode_conditional
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.scheme import Coder, Scheme
@@ -57,8 +57,9 @@ class ScaledMoment(Form):
         if self.is_zero:
             yield from (units.to(self.dtype) for units in all_units)
             return
-        for units, second in zip(all_units, self.second.pieces(size, device), strict=True):
-            kernels.for_device(device).multiply_by_roots(units, second.to(torch.float32))
+        kernel = kernels.for_device(device)
+        for units, (seconds, columns) in zip(all_units, _factors(self.second, size, device), strict=True):
+            kernel.multiply_by_roots(units, seconds, columns)
             yield saturating_cast(units, self.dtype)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - conditional
@@ -94,6 +95,29 @@ class ScaledMoment(Form):
 
     def describe(self) -> str:
         return "its values are levels times the root of its second moment"
+
+
+def in_units(first: Tensor, second: SecondMoment) -> Tensor:
+    """Return a first moment in units of the root of its second moment, float32. second: zero only where it is.
+
+    Works piece by piece: second moments, roots and units of a large tensor would be three times its memory.
+    """
+    flat, begin = first.detach().reshape(-1), 0
+    units = kernels.empty(flat.shape, torch.float32, first.device)
+    kernel = kernels.for_device(first.device)
+    for seconds, columns in _factors(second, piece_length(second.shape, first.device), first.device):
+        part = slice(begin, begin + len(seconds) * (1 if columns is None else len(columns)))
+        kernel.divide_by_roots(flat[part].to(torch.float32), seconds, units[part], columns)
+        begin = part.stop
+    return units.view(first.shape)
+
+
+def _factors(second: SecondMoment, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield second moments piece by piece: flat values and None, or rows and columns, whose products they are."""
+    if isinstance(second, RankOne) and second.dtype in (torch.float32, torch.float64):
+        yield from second.factors(size, device)
+    else:
+        yield from ((piece.to(torch.float32), None) for piece in second.pieces(size, device))
 
 
 def decode(scheme: SecondMomentUnits, coded: Coded) -> ScaledMoment:

@@ -92,16 +92,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def divide_by_roots(self, values: Tensor, seconds: Tensor, out: Tensor) -> None:
+    def divide_by_roots(self, values: Tensor, seconds: Tensor, out: Tensor, columns: Tensor | None = None) -> None:
         """Fill ``out`` with ``values / sqrt(seconds)``, and with zero where the second is zero.
 
-        All three: float32, flat, of the same size, on the same device; ``out`` is contiguous. The root and the quotient
-        are correctly rounded.
+        All: float32, flat, of the same size, on the same device; ``out`` is contiguous. The root and the quotient are
+        correctly rounded. columns: if given, the second moments are the outer product of ``seconds`` and these.
         """
         ...
 
-    def multiply_by_roots(self, values: Tensor, seconds: Tensor) -> None:
-        """Multiply values by ``sqrt(seconds)``, in place. Both as for ``divide_by_roots``; ``values`` is contiguous."""
+    def multiply_by_roots(self, values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
+        """Multiply values by ``sqrt(seconds)``, in place. All as for ``divide_by_roots``; ``values`` is contiguous."""
         ...
 
     def outer(self, rows: Tensor, columns: Tensor) -> Tensor:

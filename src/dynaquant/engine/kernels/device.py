@@ -165,13 +165,15 @@ def _square_root(tensor: Tensor) -> Tensor:
     return out
 
 
-def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor) -> None:
+def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tensor | None = None) -> None:
+    seconds = seconds if columns is None else outer(seconds, columns)
     for piece in _pieces(out.numel()):
         root = _square_root(seconds[piece])
         out[piece] = (values[piece] / root).masked_fill_(root == 0, 0)
 
 
-def multiply_by_roots(values: Tensor, seconds: Tensor) -> None:
+def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
+    seconds = seconds if columns is None else outer(seconds, columns)
     for piece in _pieces(values.numel()):
         values[piece] *= _square_root(seconds[piece])
 

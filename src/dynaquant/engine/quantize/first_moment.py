@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,11 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
-from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import dequantize, pieces
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.forms.units import ScaledMoment
+from dynaquant.engine.forms.units import ScaledMoment, in_units
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Reduction, total
@@ -62,7 +62,7 @@ def quantize_first_moment(
     if steps is None:
         return None
     # The units of all elements were not kept while other ranks were waited for: with those of a window, they are many.
-    return ScaledMoment(first.dtype, _on_grid(_all_in_units(first, stored_second), *steps), stored_second, second_name)
+    return ScaledMoment(first.dtype, _on_grid(in_units(first, stored_second), *steps), stored_second, second_name)
 
 
 def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = None) -> Reduction[QuantizedTensor | None]:
@@ -75,13 +75,13 @@ def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = Non
     if tolerance == math.inf:
         return _all_zero(first.dtype, first.shape)
     sampled = sample(first, shard or Shard.whole(first.shape))
-    squares, count = (yield from total(_square(sampled.numpy().astype(np.float64)), sampled.numel())).tolist()
+    square = float(np.square(sampled.numpy().astype(np.float64)).sum())  # not a product: BLAS would wake its threads
+    squares, count = (yield from total(square, sampled.numel())).tolist()
     root_mean_square = math.sqrt(squares) / math.sqrt(max(count, 1))
     if not root_mean_square > 0:
         return None
     unit = round(RUNGS_PER_OCTAVE * math.log2(root_mean_square))
-    exact = sampled.numpy().astype(np.float64)
-    steps = yield from _coarsest(unit, _fits(sampled, sampled, exact, np.ones_like(exact), unit), tolerance)
+    steps = yield from _coarsest(unit, _fits_of_values(sampled, square, unit), tolerance)
     return None if steps is None else _on_grid(first, *steps)
 
 
@@ -112,29 +112,6 @@ def _is_positive(stored: QuantizedTensor | RankOne) -> bool:
     return bool(saturating_cast(smallest, stored.dtype) > 0)
 
 
-def _in_units(first: Tensor, second: Tensor) -> Tensor:
-    """Return a first moment in units of the root of its second moment. Both: flat. second: zero only where it is."""
-    units = kernels.empty(first.shape, torch.float32, first.device)
-    kernel = kernels.for_device(first.device)
-    kernel.divide_by_roots(first.to(torch.float32), second.to(torch.float32), units)
-    return units
-
-
-def _all_in_units(first: Tensor, stored_second: QuantizedTensor | RankOne) -> Tensor:
-    """Return a whole first moment in units of the root of its stored second moment, float32.
-
-    Works piece by piece: second moments, roots and units of a large tensor would be three times its memory.
-    """
-    flat, begin = first.detach().reshape(-1), 0
-    units = kernels.empty(flat.shape, torch.float32, first.device)
-    kernel = kernels.for_device(first.device)
-    for second in pieces(stored_second, first.device):
-        part = slice(begin, begin + len(second))
-        kernel.divide_by_roots(flat[part].to(torch.float32), second.to(torch.float32), units[part])
-        begin += len(second)
-    return units.view(first.shape)
-
-
 @dataclass(frozen=True)
 class _Fits:
     """How well grids fit the rank's part of a sample.
@@ -153,29 +130,35 @@ def _fits_of_update(first: Tensor, stored_second: QuantizedTensor | RankOne, sha
 
     The update is ``m / (sqrt(v) + ε)``. Its divisor is the same for all grids.
     """
-    exact, second = sample(first, shard), sample_stored(stored_second, shard)
-    root = np.sqrt(second.numpy().astype(np.float64))
-    divisor = root + EPSILON
-    return _fits(exact, _in_units(exact, second), exact.numpy() / divisor, root / divisor, 0)
+    exact, second = _contiguous(sample(first, shard)), _contiguous(sample_stored(stored_second, shard))
+    found = np.empty(4 * len(FIRST_RUNGS))
+    square, largest = _native.update_fits(exact, second, EPSILON, _inverses(0), found)
+    return _Fits(square if largest <= LARGEST else math.nan, found)
 
 
-def _fits(
-    sampled: Tensor, values: Tensor, updates: NDArray[np.float64], factors: NDArray[np.float64], unit: int
-) -> _Fits:
-    """Return the fits of grids to values. unit: the rung that ``FIRST_RUNGS`` counts from.
-
-    sampled: the first moment. values: what is rounded. updates: of the exact values. factors: of a restored value and
-    its update.
-    """
-    inverses = np.array([np.float32(1) / rung_value(rung) for rung in _rungs(unit)])
-    found = np.empty(4 * len(inverses))
-    _native.grid_fits(np.ascontiguousarray(values.numpy()), updates * factors, factors * factors, inverses, found)
-    judged = not sampled.numel() or float(sampled.abs().max()) <= LARGEST
-    return _Fits(_square(updates) if judged else math.nan, found)
+def _fits_of_values(sampled: Tensor, square: float, unit: int) -> _Fits:
+    """Return the fits of grids to a first moment that is the update itself. unit: see ``_rungs``."""
+    values = _contiguous(sampled)
+    exact, found = values.astype(np.float64), np.empty(4 * len(FIRST_RUNGS))
+    _native.grid_fits(values, exact, np.ones_like(exact), _inverses(unit), found)
+    judged = not len(values) or float(np.abs(values).max()) <= LARGEST
+    return _Fits(square if judged else math.nan, found)
 
 
-def _rungs(unit: int) -> list[int]:
-    return [_clamped(unit + coarse) for coarse in FIRST_RUNGS]
+def _contiguous(sampled: Tensor) -> NDArray[np.float32]:
+    return np.ascontiguousarray(sampled.numpy())
+
+
+@lru_cache(maxsize=256)
+def _rungs(unit: int) -> tuple[int, ...]:
+    """Return the rungs to try, counted from the rung ``unit``."""
+    return tuple(_clamped(unit + coarse) for coarse in FIRST_RUNGS)
+
+
+@lru_cache(maxsize=256)
+def _inverses(unit: int) -> NDArray[np.float32]:
+    """Return one by the step of each of ``_rungs``."""
+    return np.array([np.float32(1) / rung_value(rung) for rung in _rungs(unit)])
 
 
 def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, int] | None]:
@@ -222,11 +205,6 @@ def _relative_error(squared_distance: float, squared_norm: float) -> float:
     if not squared_norm:
         return math.inf if squared_distance else 0.0
     return math.sqrt(max(squared_distance, 0.0)) / math.sqrt(squared_norm)
-
-
-def _square(numbers: NDArray[np.float64]) -> float:
-    """Return the sum of squares."""
-    return float(np.square(numbers).sum())  # not a product: BLAS would wake its threads for it
 
 
 def _on_grid(tensor: Tensor, rung: int, decoded: int) -> QuantizedTensor:

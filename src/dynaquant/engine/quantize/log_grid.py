@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.levels import QuantizedTensor
-from dynaquant.engine.kernels.host import bits_of
 from dynaquant.engine.tensors.codebook import (
     FIRST_BIN,
     HIGHEST_RUNG,
@@ -42,7 +41,7 @@ def quantize_to_log_grid(tensor: Tensor, pace: int, extremes: Extremes | None = 
     smallest, largest = extremes_of(tensor) if extremes is None else extremes
     first, bins = 0, 0
     if largest >= SMALLEST:
-        low, high = _exponents(pace)[_buckets(torch.tensor([smallest, largest], dtype=torch.float32, device="cpu"))]
+        low, high = _exponents(pace)[_buckets(np.array([smallest, largest], dtype=np.float32))]
         first, bins = int(low), int(high - low) + 1
     if bins > MAX_BINS:
         return None
@@ -62,20 +61,22 @@ def extremes_of(tensor: Tensor) -> Extremes:
     return smallest, largest
 
 
-def round_to_log_grid(values: Tensor, pace: int, dtype: torch.dtype) -> Tensor:
-    """Return the values that ``quantize_to_log_grid`` would store for a tensor of ``dtype``, as float32.
-
-    values: float32, one-dimensional, on the host.
-    """
-    buckets = _buckets(values)
-    exponents = _exponents(pace)[buckets]
-    occurring, index = np.unique(exponents, return_inverse=True)
-    powers = np.array([rung_value(int(exponent) * pace) for exponent in occurring], dtype=np.float32)
-    rounded = np.where(buckets > 0, powers[index], np.float32(0)) if len(powers) else powers
-    return saturating_cast(torch.from_numpy(rounded), dtype).to(torch.float32)
+def round_to_log_grid(values: NDArray[np.float32], pace: int, dtype: torch.dtype) -> NDArray[np.float32]:
+    """Return the values that ``quantize_to_log_grid`` would store for a tensor of ``dtype``, as float32."""
+    return _rounded(pace, dtype)[_buckets(values)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
+def _rounded(pace: int, dtype: torch.dtype) -> NDArray[np.float32]:
+    """Return what the values of each bucket are rounded to."""
+    occurring, index = np.unique(_exponents(pace), return_inverse=True)
+    powers = np.array([rung_value(int(exponent) * pace) for exponent in occurring], dtype=np.float32)[index]
+    powers[0] = 0
+    found: NDArray[np.float32] = saturating_cast(torch.from_numpy(powers), dtype).to(torch.float32).numpy()
+    return found
+
+
+@lru_cache(maxsize=256)
 def _level_table(pace: int, first: int) -> NDArray[np.uint8]:
     """Return the level of each bucket."""
     table = np.clip(_exponents(pace) - first + FIRST_BIN, 0, 255).astype(np.uint8)
@@ -83,15 +84,15 @@ def _level_table(pace: int, first: int) -> NDArray[np.uint8]:
     return table
 
 
-def _buckets(values: Tensor) -> NDArray[np.uint32]:
-    return (bits_of(values) >> np.uint32(16)).astype(np.uint32)
+def _buckets(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    return values.view(np.uint32) >> np.uint32(16)
 
 
 @cache
-def _exponents(pace: int) -> NDArray[np.int64]:
+def _exponents(pace: int) -> NDArray[np.int16]:
     """Return the exponent e of the power ``2^(pace·e/4)`` nearest to each bucket; valid for buckets above zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
         rungs = np.log2(bucket_values().astype(np.float64)) * RUNGS_PER_OCTAVE
     exponents = np.clip(np.rint(np.nan_to_num(rungs) / pace), math.ceil(LOWEST_RUNG / pace), HIGHEST_RUNG // pace)
-    result: NDArray[np.int64] = exponents.astype(np.int64)
+    result: NDArray[np.int16] = exponents.astype(np.int16)
     return result

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
@@ -34,15 +35,15 @@ def quantize_second_moment(
     the local tensor.
     """
     shard = shard or Shard.whole(second.shape)
-    values = sample(second, shard).numpy()
+    values = np.ascontiguousarray(sample(second, shard).numpy())
     factors = yield from quantize_rank_one(second, shard)
     if factors is not None:
-        change = _change(values, sample_stored(factors, shard).numpy())
+        change = _native.root_changes(values, sample_stored(factors, shard).numpy())
         if (yield from _is_good(change, tolerance)):
             return factors
     extremes: Extremes | None = None
     for pace in SECOND_PACES:
-        change = _change(values, round_to_log_grid(torch.from_numpy(values), pace, second.dtype).numpy())
+        change = _native.root_changes(values, round_to_log_grid(values, pace, second.dtype))
         if (yield from _is_good(change, tolerance)):
             extremes = extremes or (yield from _whole_extremes(second))
             if (stored := quantize_to_log_grid(second, pace, extremes)) is not None:
@@ -77,24 +78,11 @@ def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[R
     return RankOne(tensor.dtype, tensor.shape, _local(rows, local_rows), _local(columns, local_columns))
 
 
-def _change(values: NDArray[np.float32], decoded: NDArray[np.float32]) -> tuple[bool, float, int]:
-    """Return how decoded values change ``1 / sqrt(v)``: whether any is not usable, the sum of squares, the number.
-
-    values: of the rank's part of the sample; zeros do not count. A decoded value is not usable if it is zero or
-    infinite.
-    """
-    if not (moved := values > 0).all():
-        values, decoded = values[moved], decoded[moved]
-    count = len(values)
-    if not ((decoded > 0) & (decoded < math.inf)).all():
-        return True, 0.0, count
-    with np.errstate(over="ignore"):
-        changes = np.sqrt(values / decoded, dtype=np.float64) - 1
-    return False, float(np.square(changes, out=changes).sum()), count
-
-
 def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[bool]:
-    """Whether a change is within the tolerance. change: of the rank's part."""
+    """Whether a change is within the tolerance. change: what ``root_changes`` returns of the rank's part.
+
+    A decoded value is not usable if it is zero or infinite.
+    """
     unusable, squares, count = (yield from total(change)).tolist()
     if unusable:
         return False
