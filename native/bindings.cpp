@@ -205,6 +205,11 @@ std::pair<float, float> extremes(const Array<const float>& values) {
     return {found.lowest, found.highest};
 }
 
+float smallest_from(const Array<const float>& values, float limit) {
+    const nb::gil_scoped_release release;
+    return dynaquant::smallest_from(view(values), limit);
+}
+
 void row_and_column_sums(const Array<const float>& values, const Array<double>& row_sums,
                          const Array<double>& column_sums) {
     check_same_size(values.size(), row_sums.size() * column_sums.size());
@@ -379,6 +384,8 @@ NB_MODULE(_native, m) {
           "Returns the sums of the squares of exact values, and of the differences of the values from them.");
     m.def("extremes", &extremes, "values"_a.noconvert(),
           "Returns the lowest and the highest value; NaN twice if any value is NaN. ValueError: there are no values.");
+    m.def("smallest_from", &smallest_from, "values"_a.noconvert(), "limit"_a,
+          "Returns the smallest value that is at least the limit, which is above zero; infinity if there is none.");
     m.def("row_and_column_sums", &row_and_column_sums, "values"_a.noconvert(), "row_sums"_a.noconvert(),
           "column_sums"_a.noconvert(), "Fills the sums of the rows and columns of a matrix. values: row by row.");
     m.def("encode_conditional", &encode_conditional, "levels"_a.noconvert(), "parent"_a.noconvert(),

@@ -110,6 +110,20 @@ struct Order {
 Order extremes_plain(std::span<const float> values) { return extremes_of_block(values); }
 DYNAQUANT_AVX2 Order extremes_avx2(std::span<const float> values) { return extremes_of_block(values); }
 
+[[gnu::always_inline]] inline std::int32_t smallest_of_block(std::span<const float> values, std::int32_t limit) {
+    std::int32_t smallest = infinity;
+    for (const float value : values) {  // positive floats are ordered as their bits are, negative ones are below zero
+        const std::int32_t place = std::bit_cast<std::int32_t>(value);
+        smallest = std::min(smallest, place >= limit ? place : infinity);
+    }
+    return smallest;
+}
+
+std::int32_t smallest_plain(std::span<const float> values, std::int32_t limit) { return smallest_of_block(values, limit); }
+DYNAQUANT_AVX2 std::int32_t smallest_avx2(std::span<const float> values, std::int32_t limit) {
+    return smallest_of_block(values, limit);
+}
+
 Sums block_plain(std::span<const float> values) { return sums_of_block(values); }
 void tile_plain(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
     sums_of_tile(tile, row_sums, row_stride, column_sums);
@@ -158,6 +172,15 @@ Extremes extremes(std::span<const float> values) {
     if (whole.lowest < minus_infinity || whole.highest > infinity)
         return {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::quiet_NaN()};
     return {std::bit_cast<float>(ordered(whole.lowest)), std::bit_cast<float>(ordered(whole.highest))};
+}
+
+float smallest_from(std::span<const float> values, float limit) {
+    const auto of_block = has_avx2() ? smallest_avx2 : smallest_plain;
+    const auto bits = std::bit_cast<std::int32_t>(limit);
+    std::int32_t smallest = infinity;
+    for (const auto part : by_block<std::int32_t>(values, [&](auto block, std::size_t) { return of_block(block, bits); }))
+        smallest = std::min(smallest, part);
+    return std::bit_cast<float>(smallest);
 }
 
 void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums) {

@@ -31,6 +31,9 @@ struct Extremes {
 // values.
 Extremes extremes(std::span<const float> values);
 
+// Returns the smallest value that is at least the limit, infinity if there is none. limit: above zero. values: no NaN.
+float smallest_from(std::span<const float> values, float limit);
+
 // Fills the sums of a matrix. values: row by row, row_sums.size() rows of column_sums.size() columns.
 void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums);
 

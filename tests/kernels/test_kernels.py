@@ -211,6 +211,67 @@ def test_extremes_of_no_values_are_refused():
         _native.extremes(np.zeros(0, dtype=np.float32))
 
 
+@on_devices
+@of_dtypes
+@pytest.mark.parametrize("limit", [2.0**-133, 2.0**-20, 0.5, 3e38])
+def test_the_smallest_value_from_a_limit_on_is_the_same_on_every_device(where, dtype, limit):
+    tensor = torch.cat((some((200_003,), torch.float32, 0.02), torch.tensor([1e-45, 2.0**-134, 2.0**-133, 2.0**-20])))
+    tensor = torch.cat((tensor, torch.tensor([-math.inf, math.inf]))).to(dtype)
+    values = tensor.float()
+    wanted = float(values[values >= limit].min())
+    assert host.smallest_from(tensor, limit) == device.smallest_from(tensor.to(where), limit) == wanted
+    for none in (torch.zeros(5), torch.zeros(0)):
+        assert host.smallest_from(none, limit) == device.smallest_from(none.to(where), limit) == math.inf
+
+
+@on_devices
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (40, 1700), (70_000, 2), (2, 70_000), (0, 3), (3, 0)], ids=str)
+def test_roots_of_outer_products_are_those_of_their_values(where, shape):
+    rows, columns = torch.rand(shape[0]), torch.rand(shape[1]) * 1e-3
+    rows[:1], columns[-1:] = 0, 1e-45
+    seconds, values = torch.outer(rows, columns).view(-1), torch.randn(math.prod(shape))
+    divided, multiplied = torch.empty(len(values)), values.clone()
+    host.divide_by_roots(values, seconds, divided)
+    host.multiply_by_roots(multiplied, seconds)
+    for kernel, place in ((host, "cpu"), (device, where)):
+        out, found = torch.empty(len(values), device=place), values.to(place, copy=True)
+        kernel.divide_by_roots(values.to(place), rows.to(place), out, columns.to(place))
+        kernel.multiply_by_roots(found, rows.to(place), columns.to(place))
+        assert bits(out.cpu()) == bits(divided)
+        assert bits(found.cpu()) == bits(multiplied)
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 17, 1000, 32_768])
+def test_changes_of_roots_are_those_of_the_formula(size):
+    values, decoded = torch.rand(size).numpy(), torch.rand(size).numpy() + np.float32(1e-3)
+    values[::5] = decoded[::10] = 0  # only the first of these are decoded to zero
+    counted = values > 0
+    changes = np.sqrt(values[counted] / decoded[counted], dtype=np.float64) - 1
+    unusable, squares, count = _native.root_changes(values, decoded)
+    assert (unusable, count) == (False, counted.sum())
+    assert squares == pytest.approx(np.square(changes).sum(), rel=1e-12)
+    for bad in (0, math.inf, math.nan, -1):
+        if size > 1:
+            decoded[1] = bad
+            assert _native.root_changes(values, decoded) == (True, 0, count)
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 17, 1000, 32_768])
+def test_fits_of_updates_are_those_of_the_formula(size):
+    firsts, seconds = torch.randn(size).numpy(), torch.rand(size).numpy()
+    firsts[::5] = seconds[::5] = 0
+    inverses, epsilon = np.array([0.25, 1, 300], dtype=np.float32), 1e-8
+    roots = np.sqrt(seconds.astype(np.float64))
+    updates, factors = firsts / (roots + epsilon), roots / (roots + epsilon)
+    units, wanted, found = torch.empty(size), np.empty(12), np.empty(12)
+    host.divide_by_roots(torch.from_numpy(firsts), torch.from_numpy(seconds), units)
+    _native.grid_fits(units.numpy(), updates * factors, factors * factors, inverses, wanted)
+    squares, largest = _native.update_fits(firsts, seconds, epsilon, inverses, found)
+    assert np.array_equal(found, wanted)
+    assert squares == pytest.approx(np.square(updates).sum(), rel=1e-12)
+    assert largest == np.abs(firsts).max(initial=0)
+
+
 def many_seconds():
     return torch.cat((torch.rand(80_000), torch.rand(20_000) * 1e-38, torch.tensor([0.0, 0.0, 1e-45, 3e38, math.inf])))
 

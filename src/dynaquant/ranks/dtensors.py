@@ -32,6 +32,8 @@ def _class(module: str, name: str) -> Any:
 
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of which a rank may hold a part or a copy."""
+    if type(tensor) in (Tensor, nn.Parameter):  # a state is asked some ten times for each of its tensors
+        return False
     return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
 
 

@@ -46,6 +46,13 @@ class Kernels(Protocol):
         """Return the lowest and the highest value; NaN if any value is NaN. tensor: not empty."""
         ...
 
+    def smallest_from(self, tensor: Tensor, limit: float) -> float:
+        """Return the smallest value that is at least ``limit``, as float32; infinity if there is none.
+
+        limit: above zero, a float32. tensor: without NaN.
+        """
+        ...
+
     def row_and_column_sums(self, matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the sum of each row and the sum of each column of a matrix."""
         ...

@@ -59,6 +59,14 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     return float(lowest), float(highest)
 
 
+def smallest_from(tensor: Tensor, limit: float) -> float:
+    flat, smallest = _flat(tensor), torch.full((), torch.inf, device=tensor.device)
+    for piece in _pieces(flat.numel()):
+        values = flat[piece].to(torch.float32)
+        smallest = torch.minimum(smallest, torch.where(values >= limit, values, torch.inf).min())
+    return float(smallest)
+
+
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     rows, columns = matrix.shape
     by_row, by_column = matrix.new_empty(rows, dtype=torch.float64), matrix.new_zeros(columns, dtype=torch.float64)

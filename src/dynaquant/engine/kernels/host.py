@@ -69,6 +69,10 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     return _native.extremes(_float32(tensor))
 
 
+def smallest_from(tensor: Tensor, limit: float) -> float:
+    return _native.smallest_from(_float32(tensor), limit)
+
+
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     rows, columns = np.empty(matrix.shape[0]), np.empty(matrix.shape[1])
     _native.row_and_column_sums(_float32(matrix), rows, columns)

@@ -54,11 +54,10 @@ def quantize_to_log_grid(tensor: Tensor, pace: int, extremes: Extremes | None = 
 
 def extremes_of(tensor: Tensor) -> Extremes:
     """Return the extremes of a non-negative tensor's values as float32."""
-    flat = tensor.detach().reshape(-1).to(torch.float32)
-    if not flat.numel():
+    if not tensor.numel():
         return math.inf, 0.0
-    smallest, largest = torch.stack((torch.where(flat >= SMALLEST, flat, torch.inf).min(), flat.max())).tolist()
-    return smallest, largest
+    kernel = kernels.for_device(tensor.device)
+    return kernel.smallest_from(tensor, SMALLEST), float(np.float32(kernel.extremes(tensor)[1]))
 
 
 def round_to_log_grid(values: NDArray[np.float32], pace: int, dtype: torch.dtype) -> NDArray[np.float32]:

@@ -127,18 +127,31 @@ def _of_matrix(row_sums: NDArray[np.float64], column_sums: NDArray[np.float64]) 
     for sums, length in ((row_sums, len(column_sums)), (column_sums, len(row_sums))):
         squares = sums / length
         present = squares[squares > 0]
-        middle = float(np.median(present))
-        smallest.append(float(np.quantile(present, SMALL_ROWS)))
+        middle = _quantile(present, 0.5)
+        smallest.append(_quantile(present, SMALL_ROWS))
         middles.append(middle)
         means.append(float(np.minimum(squares, LARGEST_SHARE**2 * middle).mean()))
     small = max(math.sqrt(min(smallest)), SMALLEST_SHARE * math.sqrt(min(middles)))
     return Magnitude(min(means), small)
 
 
+def _quantile(values: NDArray[np.float64], share: float) -> float:
+    """Return the quantile of values, between two of them by linear interpolation.
+
+    ``np.quantile`` does the same, but takes ten times as long for a few hundred values.
+    """
+    place = share * (len(values) - 1)
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    ordered = np.partition(values, (below, above))
+    low, high = float(ordered[below]), float(ordered[above])
+    return low + (high - low) * (place - below)
+
+
 def _of_vector(values: NDArray[np.float64]) -> Magnitude:
-    apart = np.abs(values - np.median(values))
-    deviation = float(np.median(apart[apart > 0])) / NORMAL_MEDIAN
+    apart = np.abs(values - _quantile(values, 0.5))
+    deviation = _quantile(apart[apart > 0], 0.5) / NORMAL_MEDIAN
     sizes = np.abs(values)
-    middle = float(np.median(sizes[sizes > 0])) / NORMAL_MEDIAN
+    middle = _quantile(sizes[sizes > 0], 0.5) / NORMAL_MEDIAN
     mean_square = float(np.square(np.minimum(sizes, LARGEST_SHARE * middle)).mean())
     return Magnitude(mean_square, deviation)
