@@ -29,6 +29,15 @@ settings.register_profile("quick", settings.get_profile("thorough"), max_example
 pytest_plugins = ["tiers"]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--emulated", action="store_true", help="also use an emulated device, in this whole process")
+
+
+def pytest_configure(config):
+    if config.getoption("--emulated"):
+        importlib.import_module("emulated")
+
+
 @pytest.fixture(autouse=True)
 def _same_seed():
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Kernels: PyTorch operations on every available device give the same results as the native core."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.store.run import Run
 
 DEVICES = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+DEVICES += ["emulated:0"] if "emulated" in sys.modules else []
 SHAPES = [(), (0,), (1,), (5,), (3, 0), (7, 9), (2, 3, 4, 5), (401, 101)]
 
 on_devices = pytest.mark.parametrize("where", DEVICES)
@@ -421,7 +423,9 @@ def test_a_run_is_the_same_on_every_device(where, arguments, tmp_path, monkeypat
         optimizer = torch.optim.AdamW(model.parameters())
         train(model, optimizer)
         model.to(place)
-        optimizer.load_state_dict(optimizer.state_dict())  # moves its state to the device of the model
+        state = optimizer.state_dict()
+        optimizer = torch.optim.AdamW(model.parameters())  # moved parameters may be other objects
+        optimizer.load_state_dict(state)
         with dq.Checkpointer(folder, model, optimizer, **arguments) as ckpt:
             ckpt.save(1).result()
             with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaquant.engine import kernels
 from dynaquant.engine.shards import WHOLE
 from dynaquant.methods.method import Method
 from dynaquant.ranks.group import Group
@@ -91,7 +92,7 @@ class TrainingSource:
         frozen = frozen_parameters(captured, idle, self.hashes)
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         external = {**in_frozen_files(captured, frozen), **omitted}
-        tensors = _on_known_devices({n: t for n, t in captured.tensors.items() if n not in external})
+        tensors = _where_kernels_run({n: t for n, t in captured.tensors.items() if n not in external})
         # Master weights of sharded models are stored beside their half-precision weights.
         sharded, master_of = captured.division is not None, {}
         if not sharded:
@@ -160,6 +161,6 @@ class TrainingSource:
         self.updates.close()
 
 
-def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; those of devices other than CPU and CUDA as copies in host memory."""
-    return {name: t if t.device.type in ("cpu", "cuda") else t.cpu() for name, t in tensors.items()}
+def _where_kernels_run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors; those of devices that kernels do not run on as copies in host memory."""
+    return {n: t if t.device.type == "cpu" or kernels.runs_on(t.device) else t.cpu() for n, t in tensors.items()}

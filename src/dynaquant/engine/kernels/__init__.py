@@ -14,6 +14,7 @@ small arrays move from a device to the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -117,25 +118,57 @@ class Kernels(Protocol):
 
 
 def for_device(device: torch.device) -> Kernels:
-    """Return the kernels for tensors on a device.
+    """Return the kernels for tensors on a device. Those of the host copy a tensor of any other device to the host."""
+    return cast(Kernels, device_kernels if runs_on(device) else host_kernels)
 
-    Devices other than CUDA use the host's kernels, because they may lack necessary features such as float64.
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels for devices run on a device: on CUDA, and on accelerators on which they are exact.
+
+    Others may lack what is necessary, such as float64.
     """
-    return cast(Kernels, device_kernels if device.type == "cuda" else host_kernels)
+    return device.type == "cuda" or (device.type not in ("cpu", "meta") and _agrees(device.type))
+
+
+@cache
+def _agrees(kind: str) -> bool:
+    """Whether the kernels for devices give the results of the host on a kind of device."""
+    sample = torch.linspace(-1, 1, 1001, device="cpu")
+    try:
+        return all(map(torch.equal, _results(device_kernels, sample, kind), _results(host_kernels, sample, "cpu")))
+    except (RuntimeError, TypeError):  # an operation or a dtype is missing
+        return False
+
+
+def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
+    """Return what kernels find for a sample: levels, values, and sums that are exact."""
+    tensor, levels = sample.to(kind), np.arange(200, dtype=np.uint8)
+    on_grid, in_units = torch.empty_like(tensor), torch.empty_like(tensor)
+    kernel.grid_values(tensor, 100.0, 0.01, 7, 0, on_grid)
+    kernel.divide_by_roots(tensor, tensor.square(), in_units)
+    found = [
+        kernel.table_levels(tensor, np.arange(65_536).astype(np.uint8)),
+        kernel.grid_levels(tensor, 100.0, 7)[0],
+        kernel.values(levels, sample[:256].contiguous(), np.array([0x3F80], dtype=np.uint16), tensor.device),
+    ]
+    ones = torch.ones_like(tensor)
+    numbers = np.array([*kernel.extremes(tensor), kernel.smallest_from(tensor, 0.1), *kernel.sums(ones)])
+    arrays = numbers, kernel.log_histogram(tensor), *kernel.row_and_column_sums(ones.view(7, 143))
+    return [*(each.cpu() for each in (on_grid, in_units, *found)), *map(torch.from_numpy, arrays)]
 
 
 def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
     """Start to copy a tensor to host memory. Return a function that waits for the copy and returns it.
 
-    Only a copy from CUDA runs in the background. A tensor in host memory is not copied.
+    Only a copy from an accelerator runs in the background. A tensor in host memory is not copied.
     """
-    if tensor.device.type != "cuda":
+    if not runs_on(tensor.device):
         return tensor.cpu().numpy
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     pinned.copy_(tensor, non_blocking=True)
 
     def finish() -> NDArray[Any]:
-        torch.cuda.current_stream(tensor.device).synchronize()
+        getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
         return pinned.numpy().copy()  # frees the pinned memory, which is scarce
 
     return finish
@@ -150,4 +183,4 @@ def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device = HOST) ->
 
 def piece_size(device: torch.device) -> int:
     """Return the number of values to process at once, for the best speed."""
-    return device_kernels.PIECE if device.type == "cuda" else host_kernels.PIECE
+    return device_kernels.PIECE if runs_on(device) else host_kernels.PIECE

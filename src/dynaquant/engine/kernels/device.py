@@ -55,8 +55,8 @@ def errors(values: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
-    lowest, highest = torch.aminmax(tensor.detach())
-    return float(lowest), float(highest)
+    lowest, highest = torch.stack(torch.aminmax(tensor.detach())).tolist()
+    return lowest, highest
 
 
 def smallest_from(tensor: Tensor, limit: float) -> float:
@@ -150,10 +150,11 @@ def _uniform(piece: slice, seed: int, device: torch.device) -> Tensor:
 
 def values(levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], device: torch.device) -> Tensor:
     moved_levels, moved_table = torch.from_numpy(levels).to(device), table.to(device)
-    if levels.size and int(moved_levels.max()) >= len(table):
-        raise ValueError("a level lies outside the codebook")
     is_protected = moved_levels == _native.LEVEL_PROTECTED
-    if int(is_protected.sum()) != len(protected):
+    highest, found = torch.stack((moved_levels.amax().long(), is_protected.sum())).tolist() if levels.size else (0, 0)
+    if highest >= len(table) and levels.size:
+        raise ValueError("a level lies outside the codebook")
+    if found != len(protected):
         raise ValueError("the number of protected values differs from the number of protected levels")
     out = torch.empty(levels.size, dtype=table.dtype, device=device)
     for piece in _pieces(levels.size):

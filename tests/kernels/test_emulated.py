@@ -1,0 +1,118 @@
+"""Trainings on an emulated device: what a GPU would refuse fails, and what crosses between host and device is counted.
+
+The device is registered for a whole process, so these tests run in a process of their own.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dynaquant as dq
+
+HERE = Path(__file__).parent
+WIDTH = 512
+if "emulated" in sys.modules:
+    import emulated
+
+emulates = pytest.mark.skipif("emulated" not in sys.modules, reason="needs --emulated")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("emulated" in sys.modules, reason="runs there already")
+@pytest.mark.skipif(not hasattr(torch, "accelerator"), reason="PyTorch is too old for the emulated device")
+def test_kernels_and_trainings_run_on_an_emulated_device():
+    command = [sys.executable, "-m", "pytest", "--emulated", "-k", "emulated", str(HERE), "-p", "no:cacheprovider"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
+
+
+class Training:
+    """A small training on a device."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        self.inputs, self.wanted = torch.randn(64, WIDTH).to(device), torch.randn(64, WIDTH).to(device)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, foreach=False)  # the same on every device
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.loss(self.model).backward()
+            self.optimizer.step()
+
+    def loss(self, model: nn.Module, rows: slice = slice(None)) -> torch.Tensor:
+        return (model(self.inputs[rows]) - self.wanted[rows]).square().mean()
+
+    def metric(self, kind: str) -> dict[str, object]:
+        if kind == "no metric":
+            return {}
+        if kind == "function":
+            return {"evaluate": lambda model: self.loss(model).item()}
+        return {"evaluate": dq.LossOn([slice(i, i + 8) for i in range(0, 64, 8)], self.loss)}
+
+
+@emulates
+def test_tensors_of_host_and_emulated_device_cannot_be_mixed_up():
+    tensor = torch.ones(3, device="emulated")
+    with pytest.raises(RuntimeError, match="same device"):
+        tensor + torch.ones(3)
+    with pytest.raises(TypeError, match="emulated"):
+        tensor.numpy()
+
+
+@emulates
+@pytest.mark.parametrize("metric", ["no metric", "function", "batches"])
+@pytest.mark.parametrize("quality", ["balanced", "high", "small", "lossless", dq.Quality(method="published")], ids=str)
+def test_a_training_on_an_emulated_device_is_saved_and_restored(quality, metric, tmp_path):
+    training = Training("emulated")
+    with dq.Checkpointer(
+        tmp_path, training.model, training.optimizer, quality=quality, **training.metric(metric)
+    ) as checkpointer:
+        for step in (1, 2, 3):
+            training.step(4)
+            assert checkpointer.save(step).result().step == step
+        checkpointer.restore(2)
+        loaded = dq.load(tmp_path, step=2)["model"]
+        for name, parameter in training.model.named_parameters():
+            assert parameter.device.type == "emulated"
+            assert torch.equal(parameter.detach().cpu(), loaded[name])
+        training.step()
+
+
+@emulates
+def test_a_training_on_an_emulated_device_is_compressed_as_on_the_host(tmp_path):
+    records = {}
+    for device in ("cpu", "emulated"):
+        training = Training(device)
+        with dq.Checkpointer(
+            tmp_path / device, training.model, training.optimizer, **training.metric("batches")
+        ) as checkpointer:
+            for step in (1, 2, 3):
+                training.step(4)
+                records[device] = checkpointer.save(step).result()
+    host, device = records["cpu"], records["emulated"]
+    assert device.configuration == host.configuration
+    assert device.roles["weight"].stored == pytest.approx(host.roles["weight"].stored, rel=0.01)
+
+
+@emulates
+@pytest.mark.parametrize("metric", ["no metric", "function", "batches"])
+def test_only_levels_cross_from_the_emulated_device(metric, tmp_path):
+    training = Training("emulated")
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    with dq.Checkpointer(tmp_path, training.model, training.optimizer, **training.metric(metric)) as checkpointer:
+        for step in (1, 2, 3):
+            before = emulated.crossings()
+            training.step(4)
+            stepped = emulated.crossings()
+            checkpointer.save(step).result()
+            saved = emulated.crossings() - stepped
+            assert stepped == before  # steps wait for nothing and copy nothing
+    samples = 2 * 4 * 32_768 * 2  # of both moments of two weights
+    assert saved.bytes_to_host < 3.1 * parameters + samples + 65_536  # a byte for each weight and moment
+    assert saved.bytes_to_device < 1.1 * parameters + 4 * 65_536 + 65_536  # levels of second moments, and tables
