@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dynaquant.errors import CheckpointError, RunChangedError
+from dynaquant.garbage import collection_paused
 from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, Parent, is_missing, open_if_exists
 from dynaquant.store.entry import Entry
@@ -99,6 +100,7 @@ def _parent_beside(file: CheckpointFile, identity: str, reference: str) -> Check
     return found
 
 
+@collection_paused()
 def chain_of(
     file: CheckpointFile,
     path_of: PathOf,

@@ -19,6 +19,7 @@ from dynaquant.engine.forms.stored import cut, in_one, known_by, stored_hash
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named
 from dynaquant.errors import CheckpointError
+from dynaquant.garbage import collection_paused
 from dynaquant.store import frozen_tensors
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries, open_part
 from dynaquant.store.container import CheckpointFile
@@ -67,6 +68,7 @@ def load_all(chain: list[CheckpointFile], names: Collection[str] | None = None) 
         return load_tensors(chain, [entry.name for entry in file.header.entries] if names is None else names)
 
 
+@collection_paused()
 def load_tensors(
     chain: list[CheckpointFile], names: Collection[str], decoded: Mapping[str, StoredTensor] | None = None
 ) -> Tensors:
