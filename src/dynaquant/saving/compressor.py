@@ -98,13 +98,15 @@ class Compressor:
             weights = LazyMapping(names, lambda name: source.tensors[names[name]])
             budget = self._budget_at(source, memory)
             # Ranks must come to the same decisions.
-            limit = self._group.from_rank_0(self._largest if budget is None else budget.allowed)
+            limits = self._group.from_rank_0(
+                Limits(self._largest if budget is None else budget.allowed, last_resort=self._largest)
+            )
+            limit = limits.allowed
             last = self._usable_last_weights(limit, memory)
             run = self._group.run_reducing
             comparison = run(lambda: compare(weights, last, source.untrained, source.hashes, source.shards))
             bounded = run(lambda: bounded_tensors(source, self.preset))
         with timed(seconds, "search"):
-            limits = Limits(limit, self._largest)
             decision, notes = self._decide(source, memory, limits, size_factor, comparison, bounded)
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error

@@ -60,14 +60,12 @@ class ConfigurationManager:
         """Return the most compact configuration that is good enough. Collective.
 
         prepared: the weights to quantize. decided: the values that other parameters will have in the checkpoint, by
-        name. memory: of the last decision. limits: the smallest of all ranks count.
+        name. memory: of the last decision. limits: the same on all ranks.
 
         If ``evaluate`` fails on a candidate, that candidate is not good enough. If it fails on the weights in training,
         or is not finite there, the decision is lossless. Raises EvaluateError if it fails on a rank of several, or if
         it has never worked and fails on the weights in training.
         """
-        by_rank = self._group.all_gather((limits.allowed, limits.last_resort))
-        limits = Limits(min(allowed for allowed, _ in by_rank), min(resort for _, resort in by_rank))
         search = _Search(self._group, self._fixed, prepared, limits)
         if self._metric is not None:
             with bar_removed():
