@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -15,6 +16,7 @@ from dynaquant.engine.quantize.candidate import CandidateWeights, values
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.quantize.step_limits import StepLimits
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
+from dynaquant.errors import EvaluateError
 from dynaquant.interop import inferred_roles
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.saving.source import Source
@@ -72,8 +74,20 @@ class StateOfFile:
     def score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
         """Return the metric of the state with other values for some tensors. It may write to what it gets.
 
-        When this returns or raises, the global random number generators are as before.
+        When this returns or raises, the global random number generators are as before. Raises EvaluateError if the
+        metric fails on the state itself, or is not finite there.
         """
+        if values:
+            return self._score(values, evaluate)
+        try:
+            found = self._score({}, evaluate)
+        except Exception as error:
+            raise EvaluateError(f"the metric failed on the original weights ({error!r})") from error
+        if not math.isfinite(found):
+            raise EvaluateError(f"the metric of the original weights is {found}; it must be finite")
+        return found
+
+    def _score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
         self._tell(f"evaluating: {next(self._count)}")
         tensors = self._file.tensors
 
@@ -103,11 +117,16 @@ class Sensitivities:
         self._names: frozenset[str] = frozenset()
         self._measured: dict[str, float] = {}
 
-    def of(self, source: Source, judge: Judge, limits: StepLimits, tell: Tell) -> dict[str, float]:
-        """Return F of all weights up to a common factor, measured with a judge. limits: of the preset's grid steps."""
+    def of(self, source: Source, judge: Callable[[], Judge], limits: StepLimits, tell: Tell) -> dict[str, float]:
+        """Return F of all weights up to a common factor.
+
+        judge: returns the judge to measure them with, which costs an evaluation of the original. limits: of the
+        preset's grid steps.
+        """
         weights = LazyMapping(source.weight_names, source.tensors.__getitem__)
         if self._names != frozenset(weights):
             prepared = grid_weights(weights, {}, {}, 0, step_limits=limits, on_access=True)
-            self._measured = measure_sensitivity(prepared, lambda found: judge(found).degradation, tell)
+            by = judge()
+            self._measured = measure_sensitivity(prepared, lambda found: by(found).degradation, tell)
             self._names = frozenset(weights)
         return self._measured

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch import Tensor
 from dynaquant import options
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
-from dynaquant.errors import CheckpointError, EvaluateError
+from dynaquant.errors import CheckpointError
 from dynaquant.interop import any_format
 from dynaquant.interop.file_source import Sensitivities, StateOfFile, Tell, source_of
 from dynaquant.interop.model_file import ModelFile
@@ -28,6 +27,7 @@ from dynaquant.saving.memory import Memory
 from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.record import Record, json_of, record_of
 from dynaquant.saving.source import Source
+from dynaquant.search.evaluation import on_batches
 from dynaquant.search.judge import MetricJudge
 from dynaquant.search.metric import UserMetric
 from dynaquant.store.commit import WritableRun
@@ -125,8 +125,11 @@ class Packer:
         """Return a source whose F comes from the metric where nothing else is known."""
         preset = PRESETS[self._quality.preset]
         assert preset is not None
-        original = _score_of_original(subject, metric)
-        judge = MetricJudge(subject, metric, self._higher_is_better, original, {})
+        if on_batches(metric) is not None:  # a save looks only at its batches, and not whether their mean is finite
+            subject.score({}, metric)
+
+        def judge() -> MetricJudge:
+            return MetricJudge(subject, metric, self._higher_is_better, subject.score({}, metric), {})
 
         def mean_squares(weights: Mapping[str, Tensor]) -> Mapping[str, float]:
             if not weights or (known := source.mean_squares(weights)):
@@ -135,16 +138,6 @@ class Packer:
             return {name: measured[name] for name in weights if name in measured}
 
         return replace(source, mean_squares=mean_squares)
-
-
-def _score_of_original(subject: StateOfFile, metric: Metric) -> float:
-    try:
-        found = subject.score({}, metric)
-    except Exception as error:
-        raise EvaluateError(f"the metric failed on the original weights ({error!r})") from error
-    if not math.isfinite(found):
-        raise EvaluateError(f"the metric of the original weights is {found}; it must be finite")
-    return found
 
 
 def compress(source: Path, out: Path, packer: Packer, skip_objects: bool = False) -> Record:
