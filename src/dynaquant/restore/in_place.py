@@ -12,11 +12,11 @@ from dynaquant.engine import kernels
 from dynaquant.engine.forms.external import externals
 from dynaquant.engine.forms.form import StoredTensor, dequantize_into
 from dynaquant.engine.forms.stored import values_of
-from dynaquant.engine.tensors.layouts import Layout, laid_out, layout_of
+from dynaquant.engine.tensors.strides import Strides, strides_of, with_strides
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, local_of
 from dynaquant.state.flatten import flatten
-from dynaquant.state.tree import layouts_in, objects_in, tensor_names_in
+from dynaquant.state.tree import objects_in, strides_in, tensor_names_in
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.objects import MAIN
@@ -38,17 +38,17 @@ def parameters_of(objects: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def wanted_layouts(
+def wanted_strides(
     tree: Any, stored: Mapping[str, StoredTensor], objects: Mapping[str, Any], targets: Mapping[str, Tensor]
-) -> dict[str, Layout]:
-    """Return the layouts that restored tensors get, by stored name; without those in C order.
+) -> dict[str, Strides]:
+    """Return the strides that restored tensors get, by stored name; without those in C order.
 
-    A tensor gets the layout that it had. State that had the shape and the layout of its parameter gets the layout that
-    the parameter has now: fused optimizers go through both in the order of memory. tree: of the stored state. targets:
-    the DTensors whose parts are stored.
+    A tensor gets the strides that it had. State that had the shape and the strides of its parameter gets those that the
+    parameter has now: fused optimizers go through both in the order of memory. tree: of the stored state. targets: the
+    DTensors whose parts are stored.
     """
-    before, parameters = layouts_in(tree), parameters_of(objects)
-    wanted = {name: layout for name, layout in before.items() if name not in targets}
+    before, parameters = strides_in(tree), parameters_of(objects)
+    wanted = {name: strides for name, strides in before.items() if name not in targets}
     for name, tensor in stored.items():
         path = name.partition(STATE)[2].rpartition(".")[0]
         parameter = parameters.get(path)
@@ -57,8 +57,8 @@ def wanted_layouts(
         own = local_of(parameter)
         if own.shape == tensor.shape and is_sharded(parameter) == (name in targets):
             wanted.pop(name, None)
-            if (layout := layout_of(own)) is not None:
-                wanted[name] = layout
+            if (strides := strides_of(own)) is not None:
+                wanted[name] = strides
     return wanted
 
 
@@ -67,12 +67,12 @@ def fillable_tensors(
     tree: Any,
     stored: Mapping[str, StoredTensor],
     targets: Mapping[str, Tensor],
-    layouts: Mapping[str, Layout],
+    strides: Mapping[str, Strides],
 ) -> dict[str, Tensor]:
     """Return the tensors of the model and the optimizer that can be filled in place, by their stored names.
 
     now: the present states of models and optimizers. tree: of the stored state. A tensor that also belongs to an extra
-    is left out, as extras are restored first. targets: the DTensors whose parts are stored. layouts: of those that are
+    is left out, as extras are restored first. targets: the DTensors whose parts are stored. strides: of those that are
     not to be in C order. Raises KeyError, TypeError or ValueError for a malformed tree.
     """
     elsewhere = {name for key, node in tree["dict"] if key not in MAIN for name in tensor_names_in(node)}
@@ -88,7 +88,7 @@ def fillable_tensors(
         same = (target.dtype, target.shape) == (tensor.dtype, tensor.shape)
         # A second copy of what a rank holds of a model may not fit on its device.
         here = name in targets if is_sharded(own[name]) else target.device == kernels.HOST
-        return same and here and target.is_contiguous() and name not in layouts
+        return same and here and target.is_contiguous() and name not in strides
 
     return {
         name: own[name]
@@ -130,12 +130,12 @@ def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:
             dequantize_into(target, stored)
 
 
-def new_tensor(stored: StoredTensor, layout: Layout | None = None) -> Tensor:
+def new_tensor(stored: StoredTensor, strides: Strides | None = None) -> Tensor:
     """Return the values in new memory. Training will change them, and the stored tensor must stay unchanged.
 
-    Raises ValueError for a layout that the tensor cannot have.
+    Raises ValueError for strides that the tensor cannot have.
     """
-    if layout is not None and (values := laid_out(values_of(stored), layout)) is not stored:
+    if strides is not None and (values := with_strides(values_of(stored), strides)) is not stored:
         return values
     if isinstance(stored, Tensor):
         return kernels.empty(stored.shape, stored.dtype).copy_(stored)

@@ -18,7 +18,7 @@ from dynaquant.ranks.dtensors import local_of, memory_of, reshard, with_local
 from dynaquant.ranks.group import Group
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
-from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_layouts
+from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_strides
 from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.shards import load_shards, sharded_targets
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
@@ -267,11 +267,11 @@ class Restorer:
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
-        layouts = wanted_layouts(tree, to_load, self.objects, targets)
-        in_place = fillable_tensors(now, tree, to_load, targets, layouts)
+        strides = wanted_strides(tree, to_load, self.objects, targets)
+        in_place = fillable_tensors(now, tree, to_load, targets, strides)
         with explain_out_of_memory(source, *source.header.entries):
             values = {
-                name: in_place[name] if name in in_place else new_tensor(tensor, layouts.get(name))
+                name: in_place[name] if name in in_place else new_tensor(tensor, strides.get(name))
                 for name, tensor in to_load.items()
             }
             for name in targets.keys() & values.keys() - in_place.keys():
@@ -285,7 +285,7 @@ class Restorer:
         self, source: CheckpointFile, values: dict[str, Tensor], tree: Any, now: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the stored state with these tensors. For omitted tensors it has the objects' own."""
-        state = built_from(source, tree, values, stored_layouts=False)
+        state = built_from(source, tree, values, stored_strides=False)
         if not isinstance(state, dict):
             raise TypeError(f"its state is a {type(state).__name__}")
         fill_in_omitted(now, state, _omitted(source))

@@ -250,14 +250,14 @@ def built_from(
     node: Any,
     values: dict[str, Tensor],
     device: torch.device | None = None,
-    stored_layouts: bool = True,
+    stored_strides: bool = True,
 ) -> Any:
-    """Return the state under a node of the tree. device, stored_layouts: as for ``unflatten``.
+    """Return the state under a node of the tree. device, stored_strides: as for ``unflatten``.
 
     Raises CheckpointError if the tree is malformed.
     """
     try:
-        return unflatten(node, values, device, stored_layouts)
+        return unflatten(node, values, device, stored_strides)
     except StateError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dynaquant.engine.tensors.layouts import has_gaps
+from dynaquant.engine.tensors.strides import has_gaps
 from dynaquant.saving.capture import Captured
 from dynaquant.state.roles import matches, optimizer_role
 from dynaquant.training.objects import RNG, class_of
@@ -33,7 +33,7 @@ def notes_on_exact_moments(captured: Captured, objects: Mapping[str, Any], patte
 
 
 def notes_on_gaps(captured: Captured, objects: Mapping[str, Any]) -> list[str]:
-    """Return a note if tensors cannot come back in the layout that they have. Modules keep their own memory."""
+    """Return a note if tensors cannot come back with the strides that they have. Modules keep their own memory."""
     left_out = (f"{RNG}.", *(f"{name}." for name, thing in objects.items() if isinstance(thing, nn.Module)))
     found = [name for name, tensor in captured.tensors.items() if not name.startswith(left_out) and has_gaps(tensor)]
     if not found:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.engine.tensors.dtypes import DTYPES, dtype_name
-from dynaquant.engine.tensors.layouts import laid_out, layout_of
+from dynaquant.engine.tensors.strides import strides_of, with_strides
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, memory_of, part_problem
 from dynaquant.state.plain_objects import PlainObject
@@ -122,8 +122,8 @@ class _Flattener:
 
     def _node_of(self, kind: str, tensor: Tensor, path: str) -> dict[str, Any]:
         node: dict[str, Any] = {kind: self._name(tensor, path)}
-        if not is_sharded(tensor) and (layout := layout_of(tensor)) is not None:
-            node["strides"] = list(layout)
+        if not is_sharded(tensor) and (strides := strides_of(tensor)) is not None:
+            node["strides"] = list(strides)
         return node
 
     def _container(self, value: Any, path: str) -> Any:
@@ -217,12 +217,12 @@ def _tensor_problem(tensor: Tensor) -> str | None:
 
 
 def unflatten(
-    tree: Any, tensors: dict[str, Tensor], device: torch.device | None = None, stored_layouts: bool = True
+    tree: Any, tensors: dict[str, Tensor], device: torch.device | None = None, stored_strides: bool = True
 ) -> Any:
     """Build a state from its JSON tree and its tensors. The inverse of ``flatten``.
 
-    device: of the state's tensors, by default that of the given ones. Arrays stay where they are. stored_layouts:
-    whether tensors get the layouts that the tree says; otherwise they are taken as they are.
+    device: of the state's tensors, by default that of the given ones. Arrays stay where they are. stored_strides:
+    whether tensors get the strides that the tree says; otherwise they are taken as they are.
 
     Raises StateError if the tree is malformed or names a tensor that is missing.
     """
@@ -232,7 +232,7 @@ def unflatten(
     def in_place(name: str, node: dict[str, Any], device: torch.device | None) -> Tensor:
         if name not in placed:
             values = tensors[name] if device is None else tensors[name].to(device)
-            placed[name] = laid_out(values, node["strides"]) if "strides" in node and stored_layouts else values
+            placed[name] = with_strides(values, node["strides"]) if "strides" in node and stored_strides else values
         return placed[name]
 
     def tensor(kind: str, node: dict[str, Any], requires_grad: bool) -> Tensor:

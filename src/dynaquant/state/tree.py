@@ -149,7 +149,7 @@ def objects_in(node: Any) -> Iterator[dict[str, Any]]:
             waiting.extend(node.values() if isinstance(node, dict) else node)
 
 
-def layouts_in(node: Any) -> dict[str, Any]:
+def strides_in(node: Any) -> dict[str, Any]:
     """Return the strides of the tensors and arrays below a node that are not in C order, by name."""
     return {name: each["strides"] for name, each in _tensor_nodes(node) if "strides" in each}
 

@@ -4,7 +4,7 @@ In reading order:
 
 - ``element_types``: names and sizes of the element types
 - ``dtypes``: the element types of PyTorch, casts to them, and the bytes of a tensor
-- ``layouts``: the order in which the values of a tensor lie in memory
+- ``strides``: the order in which the values of a tensor lie in memory
 - ``codebook``: levels, and the centres, grids and logarithmic grids that turn them into values
 - ``box``: a region of a tensor
 - ``shard``: what one rank holds of a tensor
