@@ -13,7 +13,7 @@ from training import bits
 
 import dynaquant as dq
 from dynaquant.errors import StateError
-from dynaquant.restore.fitting import compare, raise_if_any
+from dynaquant.restore.fitting import fit_state, raise_if_any
 from dynaquant.restore.restorer import load_objects
 from dynaquant.state.flatten import flatten
 from dynaquant.training import rng, supported
@@ -60,7 +60,7 @@ def test_states_of_missing_cuda_devices_are_ignored():
 
 
 def fit_of(given, state, rank=0):
-    return compare(given, collect_to_compare(given), state, rank)
+    return fit_state(given, collect_to_compare(given), state, rank)
 
 
 def check_fit(given, state, what):
@@ -68,9 +68,9 @@ def check_fit(given, state, what):
 
 
 def restore(given, state, rank=0):
-    parts = fit_of(given, state, rank).parts
-    stored = {name: thing for name, thing in given.items() if name in parts}
-    load_objects(stored, parts, [], stored_rng_state(state, rank))
+    states = fit_of(given, state, rank).states
+    stored = {name: thing for name, thing in given.items() if name in states}
+    load_objects(stored, states, [], stored_rng_state(state, rank))
 
 
 def training(width=4):

@@ -1,7 +1,7 @@
 """One restore: from a checkpoint into the objects of a training, or into plain tensors.
 
 - ``restorer.py``: the stages of a restore, in order
-- ``fitting.py``: which parts of a stored state fit the objects
+- ``fitting.py``: what of a stored state fits the objects
 - ``shards.py``: decodes what this rank holds of each tensor
 - ``seen_by_rank.py``: which of the tensors that differ between ranks this rank gets
 - ``dropped_moments.py``: first moments that the checkpoint does not keep

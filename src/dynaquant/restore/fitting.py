@@ -1,4 +1,4 @@
-"""Compares a stored state with the objects of a training: which parts can be loaded, and what does not fit."""
+"""Compares a stored state with the objects of a training: what each can load, and what does not fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynaquant.state import wrappers
 from dynaquant.state.plain_objects import PlainObject, leaves
 from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
 from dynaquant.training import optimizers
-from dynaquant.training.collect import parts_of, stored_rng_state
+from dynaquant.training.collect import state_by_object, stored_rng_state
 from dynaquant.training.expanded import can_hold
 from dynaquant.training.objects import CLASSES, GENERATOR, MAIN, PARAMETERS, RNG, class_of
 
@@ -28,13 +28,13 @@ _MOST_LISTED = 10
 
 
 @dataclass
-class Comparison:
+class FittingState:
     """A stored state compared with the objects of a training.
 
-    parts: the state that each object can load, by its name. problems: what does not fit. notes: texts for the user.
+    states: what each object can load, by its name. problems: what does not fit. notes: texts for the user.
     """
 
-    parts: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -56,23 +56,23 @@ def selected_objects(objects: Mapping[str, Any], only: str | Collection[str] | N
     return chosen, RNG in wanted
 
 
-def compare(
+def fit_state(
     objects: Mapping[str, Any],
     now: Mapping[str, Any],
     state: Mapping[str, Any],
     rank: int = 0,
     only: Collection[str] | None = None,
     hash_of: Callable[[Tensor], str] = tensor_hash,
-) -> Comparison:
+) -> FittingState:
     """Compare a stored state with the objects. Changes nothing.
 
     now: the objects' state (``collect_to_compare``). rank: the rank whose generators are restored. only: names of the
     objects to restore; None: all. hash_of: returns the stored hash of a tensor in ``state``. Raises ValueError,
     TypeError, KeyError or the like for a malformed state.
     """
-    found = Comparison()
-    stored = parts_of(state, objects)
-    present = parts_of(now, objects)
+    found = FittingState()
+    stored = state_by_object(state, objects)
+    present = state_by_object(now, objects)
     random = stored_rng_state(state, rank)
     wanted = objects.keys() if only is None else only
     found.problems += [f"the checkpoint has no {name!r}" for name in sorted(set(wanted) - set(stored))]
@@ -83,53 +83,53 @@ def compare(
     malformed = _objects_outside_optimizers({name: objects[name] for name in wanted}, stored)
     found.problems += malformed.values()
     for name in sorted(set(wanted) & set(stored) - set(malformed)):
-        thing, part = objects[name], stored[name]
+        thing, given = objects[name], stored[name]
         before, kind = state[CLASSES].get(name), class_of(thing)
         if before != kind:
             was = f"{name} was {before or 'something else'} and is {kind or type(thing).__qualname__}"
             found.problems.append(was)
         elif isinstance(thing, nn.Module):
-            _fit_module(found, name, present[name], part, wrappers.own_loading(thing))
+            _fit_module(found, name, present[name], given, wrappers.own_loading(thing))
         elif isinstance(thing, torch.optim.Optimizer):
             own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
-            fit = optimizers.fit(name, thing, own_keys, part, stored_keys)
+            fit = optimizers.fit(name, thing, own_keys, given, stored_keys)
             found.problems += fit.problems
             found.notes += fit.notes
             if fit.state is not None:
-                found.parts[name] = fit.state
+                found.states[name] = fit.state
         elif isinstance(thing, GENERATOR):
             if rank > 0:
-                part = (random or {}).get("sources", {}).get(name)
-            if part is not None:
+                given = (random or {}).get("sources", {}).get(name)
+            if given is not None:
                 try:
-                    _check_generator(thing, part)
-                    found.parts[name] = part
+                    _check_generator(thing, given)
+                    found.states[name] = given
                 except RuntimeError as error:  # from PyTorch, for the state of a generator of another device
                     found.problems.append(f"{name} cannot take the state of the generator that was saved ({error})")
         elif hasattr(thing, "load_state_dict"):
-            found.parts[name] = part
+            found.states[name] = given
         else:
-            _fit_plain(found, name, thing, part)
-    modules = {name: present[name] for name in found.parts if isinstance(objects[name], nn.Module)}
+            _fit_plain(found, name, thing, given)
+    modules = {name: present[name] for name in found.states if isinstance(objects[name], nn.Module)}
     _leave_out_other_values_of_tied(found, modules, hash_of)
     return found
 
 
 def _leave_out_other_values_of_tied(
-    found: Comparison, modules: Mapping[str, Any], hash_of: Callable[[Tensor], str]
+    found: FittingState, modules: Mapping[str, Any], hash_of: Callable[[Tensor], str]
 ) -> None:
     """Leave out stored tensors that differ from another one which fills the same tensor.
 
     modules: their present states, by name.
     """
-    own = {(name, key): state[key] for name, state in modules.items() for key in found.parts[name]}
+    own = {(name, key): state[key] for name, state in modules.items() for key in found.states[name]}
     for (name, key), *others in tied_keys(own):
-        first = found.parts[name][key]
+        first = found.states[name][key]
         for other, other_key in others:
-            tensor = found.parts[other][other_key]
+            tensor = found.states[other][other_key]
             if tensor is not first and hash_of(tensor) != hash_of(first):
                 found.problems.append(tied_problem(f"{name}.{key}", f"{other}.{other_key}"))
-                del found.parts[other][other_key]
+                del found.states[other][other_key]
 
 
 def raise_if_any(problems: list[str], what: str, advice: str) -> None:
@@ -141,7 +141,7 @@ def raise_if_any(problems: list[str], what: str, advice: str) -> None:
 
 
 def _fit_module(
-    found: Comparison, name: str, own: Mapping[str, Any], stored: Any, own_loading: Collection[str]
+    found: FittingState, name: str, own: Mapping[str, Any], stored: Any, own_loading: Collection[str]
 ) -> None:
     """Compare the states of a module. own_loading: prefixes of keys that modules load by code of their own."""
     if not isinstance(stored, Mapping) or not isinstance(getattr(stored, "_metadata", {}), Mapping):
@@ -149,7 +149,7 @@ def _fit_module(
     now, before = ({key: _form(value) for key, value in of.items()} for of in (own, stored))
     found.problems += [f"{name}.{key} is not in the checkpoint" for key in now if key not in before]
     found.problems += [f"{name}.{key} is in the checkpoint, but not in the model" for key in before if key not in now]
-    part: OrderedDict[str, Any] = OrderedDict()
+    fitting: OrderedDict[str, Any] = OrderedDict()
     described, earlier = (descriptions_in(getattr(of, "_metadata", None)) for of in (own, stored))
     wrong = {
         path: problem
@@ -164,7 +164,7 @@ def _fit_module(
         # A packed parameter gets the rest of its state whatever its shapes.
         decides = key.rpartition(".")[0] in own_loading or (owner in own and owner in before)
         if key.rpartition(".")[2] == "_extra_state" or decides:
-            part[key] = stored[key]  # the module itself decides; if it fails, everything is put back
+            fitting[key] = stored[key]  # the module itself decides; if it fails, everything is put back
         elif before[key] != form:
             found.problems.append(f"{name}.{key} was {before[key]} and is {form}")
         elif isinstance(own[key], Tensor) and not can_hold(own[key], stored[key]):
@@ -172,18 +172,18 @@ def _fit_module(
                 f"{name}.{key} has elements that share memory (expand) and need different values: build it with clone()"
             )
         else:
-            part[key] = stored[key]
+            fitting[key] = stored[key]
     # What belongs to one tensor is restored together or not at all.
     whole = {key: key if key in described else owner_of(key, described) for key in (*now, *before)}
-    incomplete = ({whole[key] for key in whole if key not in part} | wrong.keys()) - {None}
-    part = OrderedDict((key, value) for key, value in part.items() if whole[key] not in incomplete)
+    incomplete = ({whole[key] for key in whole if key not in fitting} | wrong.keys()) - {None}
+    fitting = OrderedDict((key, value) for key, value in fitting.items() if whole[key] not in incomplete)
     if hasattr(stored, "_metadata"):
-        part._metadata = stored._metadata  # type: ignore[attr-defined]
-    found.parts[name] = part
+        fitting._metadata = stored._metadata  # type: ignore[attr-defined]
+    found.states[name] = fitting
 
 
 def _objects_outside_optimizers(objects: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
-    """Return problems with objects that a damaged file has where a save stores none, by the part of the state."""
+    """Return problems with objects that a damaged file has where a save stores none, by the name of the state."""
     return {
         name: f"{name} has an object of the class {each.kind}, which only the state of an optimizer may have"
         for name, thing in objects.items()
@@ -199,19 +199,19 @@ def _form(value: Any) -> str:
     return type(value).__qualname__
 
 
-def _fit_plain(found: Comparison, name: str, thing: Any, stored: Any) -> None:
+def _fit_plain(found: FittingState, name: str, thing: Any, stored: Any) -> None:
     if isinstance(thing, dict | list):
         if type(stored) is not type(thing):
             found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(thing).__name__}")
             return
-        found.parts[name] = stored
+        found.states[name] = stored
         return
     if not isinstance(stored, dict):
         found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(thing).__name__}")
         return
     known = {each.name for each in fields(thing)}
     found.problems += [f"{name} had a field {key!r}, which it does not have now" for key in stored if key not in known]
-    found.parts[name] = {key: value for key, value in stored.items() if key in known}
+    found.states[name] = {key: value for key, value in stored.items() if key in known}
 
 
 def _check_generator(thing: Any, state: Any) -> None:

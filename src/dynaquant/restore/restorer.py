@@ -17,7 +17,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.ranks.dtensors import local_of, memory_of, reshard, with_local
 from dynaquant.ranks.group import Group
 from dynaquant.restore.dropped_moments import dropped_moments
-from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
+from dynaquant.restore.fitting import fit_state, raise_if_any, selected_objects
 from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_strides
 from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.shards import load_shards, sharded_targets
@@ -49,7 +49,7 @@ class Loaded:
     """A checkpoint that was decoded and fits the objects.
 
     stored: what was decoded of its tensors, by stored name. tensors: those of this rank's state, by name, as its file
-    stores them. parts: the state that each object loads. Where a tensor of the model or the
+    stores them. states: what each object loads. Where a tensor of the model or the
     optimizer is filled in place, it holds that tensor itself. fills: these tensors, each with its stored form.
     rng_state: of the global random number generators, None if they are not restored. restored_names: names of the
     tensors that models and optimizers get. from_lossless_copy: whether the weights come from a lossless copy.
@@ -59,7 +59,7 @@ class Loaded:
     file: CheckpointFile
     stored: Mapping[str, StoredTensor]
     tensors: Mapping[str, StoredTensor]
-    parts: Mapping[str, Any]
+    states: Mapping[str, Any]
     fills: Sequence[tuple[Tensor, StoredTensor]]
     rng_state: Mapping[str, Any] | None
     restored_names: frozenset[str]
@@ -219,7 +219,7 @@ class Restorer:
             state = self._state(source, values, own.tree, now)
             # Tensors that are filled in place do not have their values yet. Omitted ones are the present ones.
             hashes = {memory_of(value): own.hash_of(name, source.header) for name, value in values.items()}
-            fit = compare(
+            fit = fit_state(
                 self.objects,
                 now,
                 state,
@@ -237,13 +237,13 @@ class Restorer:
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
         self._log_notes(file, fit.notes, rng_state is not None)
-        used = {memory_of(each) for each in leaves(fit.parts) if isinstance(each, Tensor)}
+        used = {memory_of(each) for each in leaves(fit.states) if isinstance(each, Tensor)}
         restored = frozenset(name for name, value in values.items() if memory_of(value) in used)
         return Loaded(
             file,
             decoded,
             own.tensors(decoded),
-            fit.parts,
+            fit.states,
             [(local_of(target), stored[name]) for name, target in in_place.items() if name in restored],
             rng_state if self._with_rng_state else None,
             restored,
@@ -323,17 +323,17 @@ class Restorer:
         Where only PyTorch's own code loads models and optimizers, what fits does not fail, and a copy of their tensors
         would double the memory. So after an interrupt there, the restore is completed before the interrupt goes on.
         """
-        objects = {name: self.objects[name] for name in self.objects if name in loaded.parts}
+        objects = {name: self.objects[name] for name in self.objects if name in loaded.states}
         last = {n: thing for n, thing in objects.items() if isinstance(thing, CHECKED) and n.partition(".")[0] in MAIN}
         completes = all(loads_as_pytorch_does(thing) for thing in last.values())
         filled = [memory_of(target) for target, _ in loaded.fills] if completes else []
         undo = self.group.run_on_all_ranks(lambda: Undo(objects.values(), filled))
         try:
-            self.group.run_on_all_ranks(lambda: load_extras(objects.keys() - last.keys(), objects, loaded.parts))
+            self.group.run_on_all_ranks(lambda: load_extras(objects.keys() - last.keys(), objects, loaded.states))
         except BaseException:
             undo.put_back()
             raise
-        load = partial(load_objects, last, loaded.parts, loaded.fills, loaded.rng_state)
+        load = partial(load_objects, last, loaded.states, loaded.fills, loaded.rng_state)
         try:
             self.group.run_on_all_ranks(load)
         except BaseException:
@@ -343,7 +343,7 @@ class Restorer:
     def _correct_moments(self, loaded: Loaded) -> None:
         """Let the next steps correct the first moments that the checkpoint does not keep."""
         dropped = dropped_moments(self.objects, loaded.moments, loaded.restored_names, self.group)
-        restored = [name for name in dropped if name in loaded.parts]
+        restored = [name for name in dropped if name in loaded.states]
         for name in restored:
             self.corrections.begin(name, self.objects[name], dropped[name])
         if restored and self.group.rank == 0:
@@ -361,16 +361,16 @@ def _omitted(source: CheckpointFile) -> set[str]:
     return {entry.name for entry in source.header.entries if entry.omitted}
 
 
-def load_extras(names: Collection[str], objects: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+def load_extras(names: Collection[str], objects: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """Load the extras of these names, in the order of the objects."""
     for name, thing in objects.items():
         if name in names:
-            load_state(thing, parts[name])
+            load_state(thing, states[name])
 
 
 def load_objects(
     objects: Mapping[str, Any],
-    parts: Mapping[str, Any],
+    states: Mapping[str, Any],
     fills: Sequence[tuple[Tensor, StoredTensor]],
     rng_state: Mapping[str, Any] | None,
 ) -> None:
@@ -380,6 +380,6 @@ def load_objects(
     """
     fill(fills)
     for name, thing in objects.items():
-        load_state(thing, parts[name])
+        load_state(thing, states[name])
     if rng_state is not None:
         rng.set_state(dict(rng_state))

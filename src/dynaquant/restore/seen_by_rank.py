@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from dynaquant.engine.forms.stored import values_of
-from dynaquant.restore.fitting import Comparison
+from dynaquant.restore.fitting import FittingState
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.of_ranks import OfRank, is_of_a_rank, ranks_in, tree_of
 from dynaquant.state.tree import dict_items, tensor_names_in
@@ -62,7 +62,7 @@ class SeenByRank:
         return header.by_name[self._names.get(name, name)].hash
 
     def fit_number_of_ranks(
-        self, fit: Comparison, selected: Collection[str], state: Mapping[str, Any], decoded: Tensors
+        self, fit: FittingState, selected: Collection[str], state: Mapping[str, Any], decoded: Tensors
     ) -> None:
         """Correct a comparison with objects if the number of ranks has changed since the save.
 
@@ -74,14 +74,14 @@ class SeenByRank:
         if (before := number_of_ranks(state)) == self._size:
             return
         for name in selected:
-            if name not in fit.parts:
+            if name not in fit.states:
                 continue
             if divides_its_state(self._objects[name]):
-                fit.parts[name] = StatesOfRanks(self._states(name, decoded, before))
+                fit.states[name] = StatesOfRanks(self._states(name, decoded, before))
             else:
                 self._leave_out_undivided(name, fit, before)
 
-    def _leave_out_undivided(self, name: str, fit: Comparison, before: int) -> None:
+    def _leave_out_undivided(self, name: str, fit: FittingState, before: int) -> None:
         """Leave out of an object what differed between the ranks. before: how many there were."""
         thing, key = self._objects[name], name.partition(".")[0]
         changed = (key if key in MAIN else name) in self._changed
@@ -102,9 +102,9 @@ class SeenByRank:
         fit.problems.append(f"{what}{more} differs between the {before} ranks that saved it, and cannot go to {now}")
         if isinstance(thing, nn.Module) and not changed:
             for path in own:
-                fit.parts[name].pop(path, None)
+                fit.states[name].pop(path, None)
         else:
-            del fit.parts[name]
+            del fit.states[name]
 
     def _names_of_divided(self, ranks: Iterable[OfRank]) -> Iterator[str]:
         """Yield the stored names of tensors that ranks held of extras with a divided state."""

@@ -10,7 +10,7 @@ from dynaquant.engine.label import Label
 from dynaquant.saving.assemble import Assembled
 from dynaquant.saving.division import Division
 from dynaquant.saving.memory import Memory
-from dynaquant.saving.unchanged_weights import Comparison
+from dynaquant.saving.unchanged_weights import ComparedWeights
 from dynaquant.search.decision import Decision
 
 
@@ -19,7 +19,7 @@ class Compressed:
     """The tensors of a state as they are to be stored, and how that was decided.
 
     assembled: empty on ranks other than 0. division: among the ranks; None if rank 0 writes all. memory: of this
-    save, as far as it depends on what is here. comparison: of the weights with those of the last checkpoint.
+    save, as far as it depends on what is here. compared: of the weights with those of the last checkpoint.
     """
 
     assembled: Assembled
@@ -28,9 +28,9 @@ class Compressed:
     decision: Decision
     notes: list[str]
     memory: Memory
-    comparison: Comparison
+    compared: ComparedWeights
 
     def with_last_weights(self, stored: Mapping[str, StoredTensor]) -> Compressed:
         """Return the same with the quantized weights in the memory, for the next save. stored: at least those."""
-        last = self.comparison.last_weights(stored)
+        last = self.compared.last_weights(stored)
         return replace(self, memory=replace(self.memory, last_weights=last))

@@ -28,7 +28,7 @@ from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.source import Source
 from dynaquant.saving.timing import timed
 from dynaquant.saving.training_budget import TrainingBudget
-from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare
+from dynaquant.saving.unchanged_weights import ComparedWeights, LastWeight, compare_weights
 from dynaquant.search.decision import Decision
 from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.search.metric import UserMetric
@@ -104,25 +104,23 @@ class Compressor:
             limit = limits.allowed
             last = self._usable_last_weights(limit, memory)
             run = self._group.run_reducing
-            comparison = run(lambda: compare(weights, last, source.untrained, source.hashes, source.shards))
+            compared = run(lambda: compare_weights(weights, last, source.untrained, source.hashes, source.shards))
             bounded = run(lambda: bounded_tensors(source, self.preset))
         with timed(seconds, "search"):
-            decision, notes = self._decide(source, memory, limits, size_factor, comparison, bounded)
+            decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error
                 bounded, decision = self._averages.judge(decision, bounded, source.tensors, source.labels, error, limit)
         with timed(seconds, "capture"):
             quantized: Mapping[str, Form] = {}
             if decision.configuration is not None:
-                quantized = _together(comparison.unchanged, decision.quantized)
+                quantized = _together(compared.unchanged, decision.quantized)
             assembled = self._assembled(source, _together(bounded, quantized))
         # A master weight is stored instead of its half-precision weight, and gets that weight's label.
         labels = {**source.labels, **{master: source.labels[name] for name, master in source.master_of.items()}}
-        last_limit = limit if not comparison.unchanged else memory.last_limit
+        last_limit = limit if not compared.unchanged else memory.last_limit
         remembered = replace(memory, search=decision.memory, budget=budget, last_weights={}, last_limit=last_limit)
-        found = Compressed(
-            assembled, source.division, labels, decision, [*source.notes, *notes], remembered, comparison
-        )
+        found = Compressed(assembled, source.division, labels, decision, [*source.notes, *notes], remembered, compared)
         return found if source.on_access else found.with_last_weights(quantized)
 
     def _budget_at(self, source: Source, memory: Memory) -> TrainingBudget | None:
@@ -147,7 +145,7 @@ class Compressor:
         memory: Memory,
         limits: Limits,
         size_factor: float,
-        comparison: Comparison,
+        compared: ComparedWeights,
         bounded: Mapping[str, Form],
     ) -> tuple[Decision, list[str]]:
         """Return the most compact configuration that is good enough for the changed weights, and notes."""
@@ -156,10 +154,10 @@ class Compressor:
         mean_squares: Mapping[str, float] = {}
         if self.method.uses_mean_squares or self._manager.judges_by_distortion:
             # Ranks must reach the same decision, so all use the numbers of rank 0.
-            measured = self._group.run_reducing(lambda: source.mean_squares(comparison.changed))
+            measured = self._group.run_reducing(lambda: source.mean_squares(compared.changed))
             mean_squares = self._group.from_rank_0(measured)
         weights = WeightsToPrepare(
-            comparison.changed,
+            compared.changed,
             source.labels,
             self.preset.step_limits if self._searches else LOOSEST_LIMITS,
             source.shards,
@@ -174,7 +172,7 @@ class Compressor:
             source.vectors_count_more,
         )
         prepared, notes = self.method.prepare(weights, self._group)
-        decided = {name: partial(dequantize, form) for name, form in {**comparison.unchanged, **bounded}.items()}
+        decided = {name: partial(dequantize, form) for name, form in {**compared.unchanged, **bounded}.items()}
         return self._manager.decide(prepared, decided, memory.search, limits), list(notes)
 
     def _assembled(self, source: Source, quantized: Mapping[str, Form]) -> Assembled:

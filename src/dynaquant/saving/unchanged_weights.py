@@ -39,7 +39,7 @@ class LastWeight:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedWeights:
     """The weights of a state, compared with those of the last checkpoint, by name.
 
     samples: of all weights. hashes: of the weights that were hashed. unchanged: weights with the same hash, as the last
@@ -60,13 +60,13 @@ class Comparison:
         }
 
 
-def compare(
+def compare_weights(
     weights: Mapping[str, Tensor],
     last: Mapping[str, LastWeight],
     untrained: Collection[str],
     hashes: HashCache,
     shards: Shards = WHOLE,
-) -> Comparison:
+) -> ComparedWeights:
     """Compare weights with those of the last checkpoint. Collective with shards: no rank's part may have changed.
 
     untrained: names of parameters that do not train; these are hashed through ``hashes``, which remembers. Other
@@ -82,7 +82,7 @@ def compare(
         changed = shards.any({name: name not in unchanged for name in weights})
         unchanged = {name: quantized for name, quantized in unchanged.items() if not changed[name]}
     changed_names = [name for name in weights if name not in unchanged]
-    return Comparison(samples, hashed, unchanged, LazyMapping(changed_names, weights.__getitem__))
+    return ComparedWeights(samples, hashed, unchanged, LazyMapping(changed_names, weights.__getitem__))
 
 
 def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dict[str, LastWeight]:

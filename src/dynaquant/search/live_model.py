@@ -17,7 +17,7 @@ from dynaquant.errors import EvaluateError
 from dynaquant.ranks.dtensors import abandon_forward, is_sharded, local_of, memory_of
 from dynaquant.search.evaluation import Evaluate, number_of, uses_batch_statistics_of
 from dynaquant.search.subject import ParameterValues
-from dynaquant.state.subclasses import is_packed, is_wrapper, parts_of
+from dynaquant.state.subclasses import inner_tensors, is_packed, is_wrapper
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
 from dynaquant.training.snapshot import Snapshot
@@ -157,8 +157,8 @@ def _frozen(model: nn.Module) -> dict[str, tuple[int, list[bytes]]]:
     written |= {id(parameter) for parameter in model.parameters() if is_packed(parameter)}
 
     def samples(parameter: Tensor) -> list[bytes]:
-        parts = list(parts_of(parameter).values()) if is_wrapper(parameter) else [local_of(parameter)]
-        return [sample_of(part) for part in parts]
+        held = list(inner_tensors(parameter).values()) if is_wrapper(parameter) else [local_of(parameter)]
+        return [sample_of(each) for each in held]
 
     return {
         name: (0 if is_sharded(parameter) else parameter._version, samples(parameter))

@@ -16,7 +16,7 @@ from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import memory_of
 from dynaquant.state.averages import averages_in
-from dynaquant.state.subclasses import is_wrapper, owner_of, parts_of
+from dynaquant.state.subclasses import inner_tensors, is_wrapper, owner_of
 from dynaquant.state.wrappers import bare_paths, named_parameters
 
 _GIVEN = tuple(role for role in get_args(Role) if role != "bound")
@@ -97,7 +97,7 @@ def labels(
         # Most patterns that a program makes are names; there may be thousands.
         names = [pattern] if pattern in named else [name for name in named if matches(name, pattern, objects)]
         chosen = {parameters.get(name, name) for name in names}
-        # A wrapper is not among the tensors, but its parts are.
+        # A wrapper is not among the tensors, but its inner tensors are.
         wrapped = {name for name, owner in owners.items() if owner in chosen and owner not in result}
         _override(result, tensors, parameters, pattern, role, (chosen & result.keys()) | wrapped)
     omitted = (name for name, label in result.items() if label.role == "omit")
@@ -194,8 +194,8 @@ def _module_labels(
                 role: Role = "weight" if trains and quantizable(tensor, vectors) else "exact"
                 found[prefix + name] = Label(role, kind)
             elif is_wrapper(parameter):
-                parts = (f"{prefix}{name}.{part}" for part in parts_of(parameter))
-                found.update({part: Label("exact", kind) for part in parts if part in tensors})
+                inner = (f"{prefix}{name}.{path}" for path in inner_tensors(parameter))
+                found.update({path: Label("exact", kind) for path in inner if path in tensors})
         for name in child._buffers:
             if prefix + name in tensors:
                 found[prefix + name] = Label("buffer", kind)

@@ -46,18 +46,18 @@ def is_packed(tensor: Any) -> bool:
     return callable(getattr(getattr(tensor, "quant_state", None), "from_dict", None))
 
 
-def parts_of(wrapper: Tensor) -> dict[str, Tensor]:
+def inner_tensors(wrapper: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a wrapper is made of, by path, detached and in the same memory."""
     found: dict[str, Tensor] = {}
     for name in wrapper.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        part = getattr(wrapper, name)
-        inner = parts_of(part) if is_wrapper(part) else None
-        found.update({name: part.detach()} if inner is None else {f"{name}.{n}": each for n, each in inner.items()})
+        own = getattr(wrapper, name)
+        inner = inner_tensors(own) if is_wrapper(own) else None
+        found.update({name: own.detach()} if inner is None else {f"{name}.{n}": each for n, each in inner.items()})
     return found
 
 
 def plain_state(module: nn.Module, state: Any) -> Any:
-    """Return the state dict of a module with the parts of wrappers in their place.
+    """Return the state dict of a module with the inner tensors of wrappers in their place.
 
     Its metadata describes each wrapper and packed parameter, by name: the class, and what else a state must agree with.
     """
@@ -67,7 +67,9 @@ def plain_state(module: nn.Module, state: Any) -> Any:
         return state
     result: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
-        result.update({f"{name}.{n}": p for n, p in parts_of(value).items()} if name in wrappers else {name: value})
+        result.update(
+            {f"{name}.{n}": p for n, p in inner_tensors(value).items()} if name in wrappers else {name: value}
+        )
     described = {name: _description(tensor) for name, tensor in {**wrappers, **packed}.items()}
     result._metadata = {**getattr(state, "_metadata", {}), **described}  # type: ignore[attr-defined]
     return result

@@ -1,4 +1,4 @@
-"""Collects the state of all objects of a training as one dictionary, and splits it into their parts again."""
+"""Collects the state of all objects of a training as one dictionary, and divides it by object again."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def collect_to_compare(objects: Mapping[str, Any]) -> dict[str, Any]:
     return collect({name: thing for name, thing in objects.items() if isinstance(thing, CHECKED)})
 
 
-def parts_of(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a state for each object, by the object's name.
+def state_by_object(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of each object, by the object's name.
 
-    The part of several models or optimizers is divided if the objects have several, too.
+    The state of several models or optimizers is divided if the objects have several, too.
     """
     found: dict[str, Any] = {}
-    for name, part in state.items():
-        if name in MAIN and isinstance(part, Mapping) and any(other.startswith(f"{name}.") for other in objects):
-            found.update({f"{name}.{key}": inner for key, inner in part.items()})
+    for name, own in state.items():
+        if name in MAIN and isinstance(own, Mapping) and any(other.startswith(f"{name}.") for other in objects):
+            found.update({f"{name}.{key}": inner for key, inner in own.items()})
         elif name not in RESERVED:
-            found[name] = part
+            found[name] = own
     return found
 
 
@@ -129,7 +129,7 @@ def _checked_state_of(name: str, thing: Any, parameters: Sequence[Sequence[str]]
 
 
 def _by_kind(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states with several models, or several optimizers, in one dictionary. The inverse of ``parts_of``."""
+    """Reverse ``state_by_object``: return several models, or several optimizers, in one dictionary."""
     state: dict[str, Any] = {}
     for name, part in states.items():
         kind, dot, key = name.partition(".")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, local_of, memory_of
 from dynaquant.state.flatten import flatten, unflatten
-from dynaquant.state.subclasses import PACKED, is_wrapper, parts_of
+from dynaquant.state.subclasses import PACKED, inner_tensors, is_wrapper
 from dynaquant.training import rng
 from dynaquant.training.collect import state_of
 from dynaquant.training.expanded import copy_into
@@ -128,7 +128,7 @@ class Undo:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
             return
         if is_wrapper(tensor):
-            for part in parts_of(tensor).values():
+            for part in inner_tensors(tensor).values():
                 self._remember(part)
             return
         if type(tensor) not in (Tensor, nn.Parameter) and not is_sharded(tensor):
