@@ -16,7 +16,7 @@ from torch import nn
 import dynaquant as dq
 from dynaquant.cli.convert import Quality
 from dynaquant.interop.dcp import StorageWriter
-from dynaquant.options import Deprecated, QualityName, values_of
+from dynaquant.options import Deprecated, QualityName, options_of
 
 
 def arguments_of(function) -> list[str]:
@@ -196,7 +196,7 @@ def test_every_is_a_number_of_steps_or_a_value(every):
     with pytest.raises(
         ValueError, match=r"every must be at least 1 \(a number of steps\), a dq\.Auto\(…\) or a dq\.Mov"
     ):
-        values_of("f", {}, every=every)
+        options_of("f", {}, every=every)
 
 
 def test_values_do_not_change():
@@ -255,8 +255,8 @@ def test_deprecated_names_mean_what_they_meant_and_name_what_replaces_them(old, 
     given = {name: value for name, value in old.items() if name in ("quality", "every", "keep")}
     deprecated = {name: value for name, value in old.items() if name not in given}
     with pytest.warns(DeprecationWarning, match=said) as warned:
-        found = values_of("f", deprecated, **given)
-    assert found == values_of("f", {}, **new)
+        found = options_of("f", deprecated, **given)
+    assert found == options_of("f", {}, **new)
     assert len(warned) == 1
 
 
@@ -267,7 +267,7 @@ def test_every_deprecated_name_has_a_value():
     assert set(Deprecated.__annotations__) == names
     for name in names:
         with pytest.warns(DeprecationWarning, match=f"{name}=None is deprecated"):
-            assert values_of("f", {name: None}) == values_of("f", {})
+            assert options_of("f", {name: None}) == options_of("f", {})
 
 
 def test_a_training_with_the_old_names_runs_and_the_warning_is_at_its_line(tmp_path):

@@ -19,7 +19,7 @@ from torch import nn
 
 from dynaquant.engine.bound import Bound
 from dynaquant.errors import CheckpointError
-from dynaquant.options import Deprecated, Every, Keep, Moved, Quality, QualityName, values_of
+from dynaquant.options import Deprecated, Every, Keep, Moved, Quality, QualityName, options_of
 from dynaquant.ranks.dtensors import reshard
 from dynaquant.ranks.group import Group
 from dynaquant.restore.restorer import Restorer
@@ -123,7 +123,7 @@ class Checkpointer:
         log_to: LogTo | None = None,
         **deprecated: Unpack[Deprecated],
     ) -> None:
-        quality, every, keep = values_of("Checkpointer", deprecated, quality, every, keep)
+        quality, every, keep = options_of("Checkpointer", deprecated, quality, every, keep)
         check_metric(evaluate, quality, keep)
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)

@@ -1,6 +1,6 @@
 """The options of a training's checkpoints, as values: ``Quality``, ``Auto``, ``Moved``, ``Keep``.
 
-Each value checks itself. ``values_of`` also takes the deprecated flat names of options, such as ``keep_last``.
+Each value checks itself. ``options_of`` also takes the deprecated flat names of options, such as ``keep_last``.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ _PLACES: dict[str, tuple[str, str]] = {
 """The option and the field that replace each deprecated name."""
 
 
-def values_of(
+def options_of(
     function: str,
     deprecated: Mapping[str, Any],
     quality: QualityName | Quality = "balanced",
@@ -316,11 +316,11 @@ def values_of(
 def split_values(
     function: str, options: Mapping[str, Any], takes: Collection[str] = tuple(_PLACES)
 ) -> tuple[Values, dict[str, Any]]:
-    """Return the values among options, also from deprecated names (``values_of``), and the other options."""
+    """Return the values among options, also from deprecated names (``options_of``), and the other options."""
     others = {name: value for name, value in options.items() if name not in _PLACES}
     deprecated = {name: value for name, value in options.items() if name in _PLACES}
     values = {name: others.pop(name) for name in Values._fields if name in others}
-    return values_of(function, deprecated, takes=takes, **values), others
+    return options_of(function, deprecated, takes=takes, **values), others
 
 
 def _value_for(option: str, kind: type[Any], value: Any, flat: Mapping[str, Any]) -> tuple[Any, str]:
@@ -357,7 +357,7 @@ def _checked(function: str, takes: Collection[str], quality: Any, every: Any, ke
 
 
 def _level_of_user() -> int:
-    """Return the ``stacklevel`` of a warning for the first caller of ``values_of`` outside of this package."""
+    """Return the ``stacklevel`` of a warning for the first caller of ``options_of`` outside of this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dynaquant":
         frame, level = frame.f_back, level + 1

@@ -254,7 +254,7 @@ def test_a_dcp_folder_is_read_with_its_plain_values(tmp_path):
     assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
     assert bits(found["optimizer"]["state"]["0"]["exp_avg"]) == bits(state["optimizer"]["state"][0]["exp_avg"])
     file = any_format.read(tmp_path / "dcp")
-    labels = inferred_roles.labels(file.tree, file.tensors)
+    labels = inferred_roles.inferred_labels(file.tree, file.tensors)
     assert inferred_roles.mean_squared_gradients(file.tree, file.tensors, labels).keys() == {
         f"model.{name}" for name in state["model"]
     }

@@ -17,7 +17,7 @@ import dynaquant as dq
 from dynaquant.interop.dcp import StorageReader, StorageWriter
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
-from dynaquant.store.writing import boxes_of, plan_of
+from dynaquant.store.writing import plan_of, read_boxes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP warns that there is one process, as intended
 checkpointable = pytest.mark.skipif(
@@ -140,7 +140,7 @@ def test_every_piece_keeps_its_grid_step_while_its_size_hardly_changes(tmp_path)
     for factor in (1, 1.04, 1):
         dcp.save({"w": Pieces(whole * factor, rows)}, storage_writer=writer)
         chain = Run(tmp_path / "run").chain(Run(tmp_path / "run").newest())
-        stored = boxes_of(chain, plan_of(chain[0].header).boxes_of(0))
+        stored = read_boxes(chain, plan_of(chain[0].header).boxes_of(0))
         rungs.append({box: tensor.codebook.rung for (_, box), tensor in stored.items()})
     assert len(rungs[0]) == 20
     assert rungs[0] == rungs[1] == rungs[2]

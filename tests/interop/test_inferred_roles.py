@@ -11,12 +11,14 @@ from dynaquant.state.flatten import flatten
 
 def labels_of(state) -> dict[str, tuple[str, str]]:
     tree, tensors = flatten(state)
-    return {name: (label.role, label.layer_type) for name, label in inferred_roles.labels(tree, tensors).items()}
+    return {
+        name: (label.role, label.layer_type) for name, label in inferred_roles.inferred_labels(tree, tensors).items()
+    }
 
 
 def fisher_of(state) -> dict[str, float]:
     tree, tensors = flatten(state)
-    return inferred_roles.mean_squared_gradients(tree, tensors, inferred_roles.labels(tree, tensors))
+    return inferred_roles.mean_squared_gradients(tree, tensors, inferred_roles.inferred_labels(tree, tensors))
 
 
 def trained(make=torch.optim.AdamW):

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 import dynaquant as dq
 from dynaquant.interop import dcp_folder, safetensors
 from dynaquant.interop.export import export
-from dynaquant.interop.model_file import DCP_METADATA
 from dynaquant.interop.packing import Packer, compress, pack
 from dynaquant.interop.targets import Target
+from dynaquant.interop.whole_state import DCP_METADATA
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
 

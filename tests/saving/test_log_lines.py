@@ -18,7 +18,7 @@ from small_runs import loss_of, training_of
 from training import train
 
 import dynaquant as dq
-from dynaquant.search import progress
+from dynaquant.search import search_log
 from dynaquant.store.run import Run
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -91,7 +91,7 @@ def test_of_several_ranks_one_logs_the_line(tmp_path, layout):
 
 
 def test_a_long_search_says_that_it_goes_on(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(search_log, "FIRST", 0.0)
     model, optimizer = training_of()
     calls = []
 
@@ -111,7 +111,7 @@ def test_a_long_search_says_that_it_goes_on(tmp_path, caplog, monkeypatch):
 
 @pytest.mark.parametrize("batched", [False, True], ids=["function", "batches"])
 def test_the_first_save_says_after_one_evaluation_how_long_it_will_take(tmp_path, caplog, monkeypatch, batched):
-    monkeypatch.setattr(progress, "LONG", 0.0)
+    monkeypatch.setattr(search_log, "LONG", 0.0)
     model, optimizer = training_of()
     said_before = []
 
@@ -134,7 +134,7 @@ def test_the_first_save_says_after_one_evaluation_how_long_it_will_take(tmp_path
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
 def test_a_terminal_gets_a_bar_that_is_gone_when_the_search_ends(tmp_path, monkeypatch, fails):
-    monkeypatch.setattr(progress, "LONG", 0.0)
+    monkeypatch.setattr(search_log, "LONG", 0.0)
     model, optimizer = training_of()
     terminal, inside = pty.openpty()
     count = itertools.count()

@@ -108,7 +108,7 @@ def test_the_sample_of_a_large_model_stays_small():
     model = nn.ModuleList([nn.Linear(700, 700) for _ in range(30)])
     sampled = movement_of(model)._reference
     assert len(sampled.values) < 1.5 * SAMPLE
-    assert max(place.part.stop - place.part.start for place in sampled.places) <= MOST
+    assert max(each.at.stop - each.at.start for each in sampled.parameters) <= MOST
 
 
 def test_the_weights_are_read_at_few_steps(monkeypatch):
@@ -136,7 +136,7 @@ def test_frozen_and_tied_weights():
     model["b"].weight = model["a"].weight
     model["frozen"].requires_grad_(False)
     watched = movement_of(model)
-    assert len(watched._reference.places) == 3  # one weight, two biases
+    assert len(watched._reference.parameters) == 3  # one weight, two biases
     model["frozen"].weight.data += 100
     assert watched.distance() == 0
     model["b"].weight.data *= 1.5

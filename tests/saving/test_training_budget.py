@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.saving.training_budget import Progress, TrainingBudget, learning_rate, scaled_by_rate
+from dynaquant.saving.training_budget import TrainingBudget, TrainingPosition, learning_rate, scaled_by_rate
 
 LEAST_SHARE = 0.05
 SHARE_OF_ONE = 0.25
@@ -28,7 +28,7 @@ def cosine(step):
 
 def at(budget, step, rate):
     """The account at a save."""
-    return budget.at(Progress(step, rate, scaled=budget.scaled))
+    return budget.at(TrainingPosition(step, rate, scaled=budget.scaled))
 
 
 def trained(rate_at, restored_at=(), budget=BUDGET):

@@ -26,8 +26,8 @@ from dynaquant.search.decision import Decision
 from dynaquant.search.history import History
 from dynaquant.search.live_model import LiveModel
 from dynaquant.search.manager import ConfigurationManager, Limits
-from dynaquant.search.memory import SearchMemory
 from dynaquant.search.metric import UserMetric
+from dynaquant.search.search_memory import SearchMemory
 from dynaquant.state.roles import labels
 from dynaquant.store.run import Run
 
@@ -169,7 +169,7 @@ def test_a_score_far_from_the_result_tells_later_searches_nothing():
     usual = history_after(History(), 0.01, found, {-40: 0.007})
     for noise in (1e-7, -1e-7):
         assert history_after(History(), 0.01, found, {-363: noise, -40: 0.007}) == usual
-    assert history_after(History(), 0.01, GridConfiguration(-363), {-363: 1e-7}).scale.levels
+    assert history_after(History(), 0.01, GridConfiguration(-363), {-363: 1e-7}).scale.at_scale_1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynaquant.methods.grid.scale_search import expected_exponent, first_exponent, level_of, scale_search
+from dynaquant.methods.grid.scale_search import degradation_at_scale_1, expected_exponent, first_exponent, scale_search
 
 CLIFF = 8.0
 FIRST_GAIN = 8
@@ -272,14 +272,15 @@ class Checkpoints:
     """Searches at one checkpoint after another, each from where the last ended. Counts the scored exponents."""
 
     def __init__(self):
-        self.last, self.levels, self.counts = 0, None, []
+        self.last, self.at_scale_1, self.counts = 0, None, []
 
     def search(self, degradation, limit=LIMIT):
-        start = self.last if self.levels is None else first_exponent(self.last, self.levels, limit)
-        found, scored = search(degradation, start, self.levels, limit=limit)
+        start = self.last if self.at_scale_1 is None else first_exponent(self.last, self.at_scale_1, limit)
+        found, scored = search(degradation, start, self.at_scale_1, limit=limit)
         assert found is not None
-        level = level_of({scale: degradation(scale) for scales in scored.rounds for scale in scales}, limit)
-        self.last, self.levels = found, (*(self.levels or ()), level)[-4:]
+        degradations = {scale: degradation(scale) for scales in scored.rounds for scale in scales}
+        now = degradation_at_scale_1(degradations, limit)
+        self.last, self.at_scale_1 = found, (*(self.at_scale_1 or ()), now)[-4:]
         self.counts.append(scored.count)
         return found
 
@@ -314,14 +315,14 @@ def test_a_good_start_is_left_only_for_a_much_larger_exponent(power):
             assert found >= RESOLUTION or ahead < 2 * LEAST_GAIN
 
 
-def test_levels_of_earlier_checkpoints_keep_a_search_from_following_luck():
+def test_degradations_of_earlier_checkpoints_keep_a_search_from_following_luck():
     """Here and now, the degradation is a fifth of what it was at the last three checkpoints."""
-    level = TARGET * LIMIT
+    degradation = TARGET * LIMIT
     assert search(power_law(SECOND_ORDER_POWER, 20), 0, ())[0] >= LEAST_GAIN
-    assert search(power_law(SECOND_ORDER_POWER, 20), 0, (level, level, level))[0] == 0
+    assert search(power_law(SECOND_ORDER_POWER, 20), 0, (degradation, degradation, degradation))[0] == 0
 
 
-@pytest.mark.parametrize("earlier", [levels for levels in EARLIER if levels is not None])
+@pytest.mark.parametrize("earlier", [at_scale_1 for at_scale_1 in EARLIER if at_scale_1 is not None])
 @pytest.mark.parametrize("start", [-20, -4, 9])
 @pytest.mark.parametrize("per_round", [2, 4, 8])
 def test_with_several_ranks_a_search_from_an_earlier_result_scores_and_finds_the_same(per_round, start, earlier):
@@ -339,7 +340,7 @@ def test_with_several_ranks_a_search_from_an_earlier_result_scores_and_finds_the
         assert (together, ranks.rounds) == (alone, one_rank.rounds)
 
 
-def test_levels_that_differ_change_what_the_newest_one_expects_by_half_an_octave_at_most():
+def test_earlier_degradations_that_differ_change_what_the_newest_one_expects_by_half_an_octave_at_most():
     newest = expected_exponent([LIMIT], LIMIT)
     for older in (-LIMIT, -1e-3 * LIMIT, 0.0, 1e-9, 0.1 * LIMIT, LIMIT, 10 * LIMIT, 1e9):
         assert abs(expected_exponent([older, older, LIMIT], LIMIT) - newest) <= MOST_CHANGED + 1
@@ -347,7 +348,7 @@ def test_levels_that_differ_change_what_the_newest_one_expects_by_half_an_octave
     assert expected_exponent([LIMIT, LIMIT, -3 * LIMIT], LIMIT) is None
 
 
-def test_levels_of_earlier_checkpoints_do_not_hold_a_search_back_where_degradation_falls_fast():
+def test_degradations_of_earlier_checkpoints_do_not_hold_a_search_back_where_degradation_falls_fast():
     """Early in a training it may become many times smaller from one checkpoint to the next."""
     checkpoints = Checkpoints()
     for best in range(-120, 60, 30):
@@ -398,23 +399,25 @@ def test_another_limit_costs_few_evaluations(factor):
     assert checkpoints.counts[0] <= 3
 
 
-def test_levels_that_say_nothing_leave_the_start_where_it_is():
+def test_degradations_that_say_nothing_leave_the_start_where_it_is():
     """The metric was no worse with quantized weights, or allows nothing."""
-    for levels, limit in (((), LIMIT), ((-LIMIT, 0.0), LIMIT), ((LIMIT,), 0.0)):
-        assert expected_exponent(levels, limit) is None
-        assert first_exponent(-17, levels, limit) == -17
-    assert level_of({3: math.nan, 4: math.inf}, LIMIT) is None
-    assert level_of({3: LIMIT, 4: -LIMIT}, 0.0) is None
-    assert level_of({3: LIMIT, 4: -LIMIT}, -LIMIT) is None
+    for at_scale_1, limit in (((), LIMIT), ((-LIMIT, 0.0), LIMIT), ((LIMIT,), 0.0)):
+        assert expected_exponent(at_scale_1, limit) is None
+        assert first_exponent(-17, at_scale_1, limit) == -17
+    assert degradation_at_scale_1({3: math.nan, 4: math.inf}, LIMIT) is None
+    assert degradation_at_scale_1({3: LIMIT, 4: -LIMIT}, 0.0) is None
+    assert degradation_at_scale_1({3: LIMIT, 4: -LIMIT}, -LIMIT) is None
 
 
-@given(level=st.floats(1e-6, 1e3), last=st.integers(LOWEST, HIGHEST))
-def test_the_first_exponent_is_the_last_one_unless_it_is_far_from_what_levels_say(level, last):
-    expected = expected_exponent([level], LIMIT)
-    assert level * 2 ** (SECOND_ORDER_POWER * expected / SCALES_PER_OCTAVE) == pytest.approx(TARGET * LIMIT, rel=0.1)
+@given(degradation=st.floats(1e-6, 1e3), last=st.integers(LOWEST, HIGHEST))
+def test_the_first_exponent_is_the_last_one_unless_it_is_far_from_what_degradations_say(degradation, last):
+    expected = expected_exponent([degradation], LIMIT)
+    assert degradation * 2 ** (SECOND_ORDER_POWER * expected / SCALES_PER_OCTAVE) == pytest.approx(
+        TARGET * LIMIT, rel=0.1
+    )
     near = last - LARGEST_LOSS <= expected <= last + LARGEST_GAIN
     nearest = min(max(expected, last - LONGEST_MOVE), last + LONGEST_MOVE)
-    assert first_exponent(last, [level], LIMIT) == (last if near else nearest)
+    assert first_exponent(last, [degradation], LIMIT) == (last if near else nearest)
 
 
 @pytest.mark.parametrize("per_round", [2, 4, 8])
@@ -432,22 +435,22 @@ def test_several_exponents_per_round_take_no_more_rounds_and_find_as_much(per_ro
 
 @given(
     degradations=st.dictionaries(st.integers(LOWEST, HIGHEST), st.floats(), max_size=5),
-    levels=st.lists(st.floats(5e-324, 1.7e308), max_size=4),
+    at_scale_1=st.lists(st.floats(5e-324, 1.7e308), max_size=4),
     limit=st.floats(5e-324, 1.7e308),
     last=st.integers(LOWEST, HIGHEST),
 )
-def test_any_numbers_give_a_level_and_an_exponent(degradations, levels, limit, last):
-    level = level_of(degradations, limit)
-    assert level is None or math.isfinite(level)
-    expected = expected_exponent(levels, limit)
+def test_any_numbers_give_a_degradation_and_an_exponent(degradations, at_scale_1, limit, last):
+    degradation = degradation_at_scale_1(degradations, limit)
+    assert degradation is None or math.isfinite(degradation)
+    expected = expected_exponent(at_scale_1, limit)
     assert expected is None or isinstance(expected, int)
-    assert isinstance(first_exponent(last, levels, limit), int)
+    assert isinstance(first_exponent(last, at_scale_1, limit), int)
 
 
 @pytest.mark.parametrize("height", [1e3, 1e9])
 def test_candidates_that_diverge_do_not_make_later_saves_fine(height):
-    only = level_of({30: LIMIT * height}, LIMIT)
-    assert only == level_of({30: LIMIT * CLIFF}, LIMIT)
+    only = degradation_at_scale_1({30: LIMIT * height}, LIMIT)
+    assert only == degradation_at_scale_1({30: LIMIT * CLIFF}, LIMIT)
     for pace in (0.5, 2, 6):
         draw, checkpoints, best = random.Random(1), Checkpoints(), 0.0
         for _ in range(200):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import dynaquant as dq
 from dynaquant.interop import any_format
-from dynaquant.interop.model_file import DCP_METADATA
+from dynaquant.interop.whole_state import DCP_METADATA
 
 INDEX = "model.safetensors.index.json"
 

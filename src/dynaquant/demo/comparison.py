@@ -19,7 +19,7 @@ from dynaquant.store.run import Run
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """How much the demo does. steps: of each training. every: steps between checkpoints. crashes: of each workload."""
 
     steps: dict[str, int]
@@ -27,9 +27,9 @@ class Plan:
     crashes: int
 
 
-FULL = Plan({"transformer": 800, "convnet": 800}, {"transformer": 50, "convnet": 50}, crashes=10)
-SHORT = Plan({"transformer": 500, "convnet": 500}, {"transformer": 50, "convnet": 50}, crashes=6)
-QUICK = Plan({"transformer": 40, "convnet": 120}, {"transformer": 10, "convnet": 20}, crashes=2)
+FULL = DemoPlan({"transformer": 800, "convnet": 800}, {"transformer": 50, "convnet": 50}, crashes=10)
+SHORT = DemoPlan({"transformer": 500, "convnet": 500}, {"transformer": 50, "convnet": 50}, crashes=6)
+QUICK = DemoPlan({"transformer": 40, "convnet": 120}, {"transformer": 10, "convnet": 20}, crashes=2)
 
 TOLD_EVERY = 10.0
 """Seconds between two lines about the progress, if there is no terminal."""
@@ -91,7 +91,7 @@ class Result:
 METRICS = {"transformer": "validation loss", "convnet": "accuracy"}
 
 
-def run_demo(out: Path, plan: Plan, max_degradation: float | None, seed: int, console: Console) -> list[Result]:
+def run_demo(out: Path, plan: DemoPlan, max_degradation: float | None, seed: int, console: Console) -> list[Result]:
     """Train every workload with and without crashes, two trainings at a time; show the progress on ``console``.
 
     Leaves the runs in ``out`` and replaces those of an earlier demo.
@@ -103,7 +103,7 @@ def run_demo(out: Path, plan: Plan, max_degradation: float | None, seed: int, co
 
 
 async def _run_and_tell(
-    out: Path, plan: Plan, max_degradation: float | None, seed: int, progress: Progress
+    out: Path, plan: DemoPlan, max_degradation: float | None, seed: int, progress: Progress
 ) -> list[Result]:
     """Do what ``_run_all`` does. Without a terminal for its bars, print a line every ten seconds."""
 
@@ -121,7 +121,9 @@ async def _run_and_tell(
         telling.cancel()
 
 
-async def _run_all(out: Path, plan: Plan, max_degradation: float | None, seed: int, progress: Progress) -> list[Result]:
+async def _run_all(
+    out: Path, plan: DemoPlan, max_degradation: float | None, seed: int, progress: Progress
+) -> list[Result]:
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, processors // AT_ONCE)
     turns = asyncio.Semaphore(min(AT_ONCE, processors))

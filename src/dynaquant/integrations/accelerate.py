@@ -74,7 +74,7 @@ class _Attached:
         _check(accelerator)
         self._accelerator, self._run = accelerator, Run(folder)
         self._prepared = _prepared(accelerator)
-        self._progress = _Progress(accelerator)
+        self._counted = _Counted(accelerator)
         self._original_load: Callable[..., None] = accelerator.load_state
         configuration = accelerator.project_configuration
         values, others = split_values("attach", options)
@@ -93,7 +93,7 @@ class _Attached:
         scaler = {} if accelerator.scaler is None else {"scaler": accelerator.scaler}
         loaders = [loader for loader in accelerator._dataloaders if _is_stateful(loader)]
         return {
-            "accelerator": self._progress,
+            "accelerator": self._counted,
             **scaler,
             **_numbered("scheduler", accelerator._schedulers),
             **_numbered("loader", loaders),
@@ -122,7 +122,7 @@ class _Attached:
         before = self._run.summaries()[0] if accelerator.is_main_process else []
         self.checkpointer.save(step).result()
         if accelerator.is_main_process:
-            _write_pointer(folder, self._run, step)
+            _stand_for(folder, self._run, step)
             if configuration.automatic_checkpoint_naming:
                 deleted = {(each.step, each.identity) for each in before if not self._run.path(each.step).exists()}
                 self._delete_pointers(folder.parent, deleted)
@@ -133,7 +133,7 @@ class _Attached:
 
     def _free_step(self) -> int:
         """Return the number of optimizer steps, or the next step that the run does not have. Collective."""
-        step = self._progress.steps  # not one that the run has: another folder may stand for it
+        step = self._counted.steps  # not one that the run has: another folder may stand for it
         while self._run.path(step).exists():
             step += 1
         steps = [step]
@@ -200,7 +200,7 @@ class _Attached:
             self._restore_newest(folders)
         else:
             self._original_load(None, *args, **options)  # Accelerate's own files, or its own error
-            self._progress.recount()
+            self._counted.recount()
         if automatic and (folders := _numbered_folders(checkpoints)):
             configuration.iteration = _number(folders[-1]) + 1
 
@@ -211,7 +211,7 @@ class _Attached:
                 "its files were deleted; load another folder"
             )
         self._original_load(os.fspath(folder), *args, **options)
-        self._progress.recount()
+        self._counted.recount()
 
     def _restore_newest(self, folders: list[Path]) -> None:
         """Restore from the last folder whose checkpoint verifies. A warning names the others."""
@@ -247,7 +247,7 @@ class _Attached:
         return pointer.run.samefile(self._run.folder)
 
 
-class _Progress:
+class _Counted:
     """What an accelerator counts, as an extra: optimizer steps, accumulated batches, epochs and seeds of samplers.
 
     The optimizer steps are those of the optimizer that has made the most. Steps that a GradScaler skips do not count.
@@ -349,7 +349,7 @@ def _epoch_and_seed(loader: Any) -> dict[str, int | None]:
 # Folders that stand for checkpoints
 
 
-def _write_pointer(folder: Path, run: Run, step: int) -> None:
+def _stand_for(folder: Path, run: Run, step: int) -> None:
     """Make a folder stand for a checkpoint. If the process is killed, the folder is as before, or is not there."""
     file = run.file(step)
     if folder.is_dir() and any(folder.iterdir()):

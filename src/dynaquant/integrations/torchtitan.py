@@ -22,7 +22,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
 from dynaquant.integrations.versions import TESTED, check_version
-from dynaquant.options import Keep, Quality, QualityName, values_of
+from dynaquant.options import Keep, Quality, QualityName, options_of
 from dynaquant.ranks.group import Group
 from dynaquant.state import wrappers
 
@@ -302,7 +302,7 @@ def _quality_of(config: CheckpointManager.Config) -> Quality:
     """Return the quality of a configuration, which may have fields by their deprecated names."""
     names = "max_degradation", "training_budget", "expected_restores"
     deprecated = {name: value for name in names if (value := getattr(config, name)) is not None}
-    return values_of("CheckpointManager.Config", deprecated, config.quality).quality
+    return options_of("CheckpointManager.Config", deprecated, config.quality).quality
 
 
 def _check(config: CheckpointManager.Config, folder: str, model_parts: Sequence[nn.Module]) -> None:

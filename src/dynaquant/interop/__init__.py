@@ -1,6 +1,6 @@
 """Files of other programs: safetensors, ``torch.save``, DCP (``torch.distributed.checkpoint``), folders of trainers.
 
-- ``model_file.py``: what a file holds, whatever its format
+- ``whole_state.py``: a state that was read or handed over, whatever its format
 - ``any_format.py``: detects the format of a file or folder and reads it
 - ``safetensors.py``: reads and writes safetensors, single files and shards with an index
 - ``torchfile.py``: reads and writes files of ``torch.save``
@@ -10,7 +10,7 @@
 - ``dcp.py``: the names of these storages
 - ``folder.py``: reads a trainer's folder: weights, optimizer states, other files
 - ``inferred_roles.py``: infers roles and gradients of tensors from their names and places
-- ``file_source.py``: what was read, as a source of a checkpoint and as the subject of a metric
+- ``state_source.py``: such a state, as a source of a checkpoint and as the subject of a metric
 - ``packing.py``: compresses files into checkpoints
 - ``state_file.py``: saves a state of this process to one file
 - ``targets.py``: the formats that a checkpoint is exported to

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from dynaquant.errors import CheckpointError
 from dynaquant.interop import folder, safetensors, torchfile
-from dynaquant.interop.model_file import ModelFile
+from dynaquant.interop.whole_state import WholeState
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import non_file_kind
 
 
-def read(path: Path, skip_objects: bool = False) -> ModelFile:
+def read(path: Path, skip_objects: bool = False) -> WholeState:
     """Read a file of safetensors or ``torch.save``, or a folder of Hugging Face, a trainer or DCP.
 
     The content decides the format, not the name. No code in a file is run. skip_objects: what files of ``torch.save``

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dynaquant.errors import CheckpointError
-from dynaquant.interop.model_file import DCP_METADATA, ModelFile
-from dynaquant.interop.torchfile import UNPICKLING_ERRORS, check_version, flatten_file, why_unreadable
+from dynaquant.interop.torchfile import UNPICKLING_ERRORS, check_torch_is_safe, flatten_file, why_not_unpickled
+from dynaquant.interop.whole_state import DCP_METADATA, WholeState
 from dynaquant.store.files import non_file_kind, underlying_os_error
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -63,7 +63,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-class _Reader(FileSystemReader):
+class _FolderReader(FileSystemReader):
     """Reads tensors with metadata that was unpickled safely."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
@@ -81,12 +81,12 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
-def read(folder: Path) -> tuple[ModelFile, set[str]]:
+def read(folder: Path) -> tuple[WholeState, set[str]]:
     """Read a folder. Returns its content and the names of the files that belong to DCP.
 
     Raises CheckpointError if the folder is not complete, or holds objects other than tensors and plain values.
     """
-    check_version(folder)
+    check_torch_is_safe(folder)
     path = folder / DCP_METADATA
     used = {DCP_METADATA}
     try:
@@ -104,13 +104,13 @@ def read(folder: Path) -> tuple[ModelFile, set[str]]:
         flat = {name: _destination_of(entry) for name, entry in metadata.state_dict_metadata.items()}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _as_one_process():
-            load(flat, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
+            load(flat, storage_reader=_FolderReader(folder, metadata), planner=planner, no_dist=True)
         state = nested(flat, metadata.planner_data or {})
     except (CheckpointException, *UNPICKLING_ERRORS) as error:
-        what = why_unreadable(_first_cause(error), "a complete folder of torch.distributed.checkpoint")
+        what = why_not_unpickled(_first_cause(error), "a complete folder of torch.distributed.checkpoint")
         raise CheckpointError(f"{folder}: {what}") from None
     tree, tensors = flatten_file(folder, state)
-    return ModelFile("dcp", tree, tensors, {}), used
+    return WholeState("dcp", tree, tensors, {}), used
 
 
 def _first_cause(error: BaseException) -> BaseException:

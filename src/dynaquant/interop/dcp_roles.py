@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from dynaquant.engine import kernels
 from dynaquant.engine.label import Label
-from dynaquant.interop.inferred_roles import BUFFERS
+from dynaquant.interop.inferred_roles import BUFFERS, mean_of
 from dynaquant.saving.source import Source
 from dynaquant.state.roles import optimizer_role, quantizable
 
@@ -17,7 +16,7 @@ _STATE = ".state."
 """Stands between the name of an optimizer and that of a parameter, as DCP names their state."""
 
 
-def source_of(tensors: Mapping[str, Tensor]) -> Source:
+def dcp_source(tensors: Mapping[str, Tensor]) -> Source:
     """Return tensors that DCP saves as a source. F of a weight comes from its second moment, if there is one."""
     labels = {name: _label(name, tensors) for name in tensors}
     measured = _mean_squared_gradients(tensors, labels)
@@ -46,5 +45,5 @@ def _mean_squared_gradients(tensors: Mapping[str, Tensor], labels: Mapping[str, 
             parameter = f".{name}".rpartition(_STATE)[2].rpartition(".")[0]
             for weight in by_end.get(parameter, []):
                 if weights[weight].shape == moment.shape:
-                    found[weight] = kernels.for_device(moment.device).sums(moment)[0] / moment.numel()
+                    found[weight] = mean_of(moment)
     return found

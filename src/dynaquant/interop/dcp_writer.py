@@ -42,8 +42,8 @@ from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
 from dynaquant.interop.dcp_folder import nested
-from dynaquant.interop.dcp_roles import source_of
-from dynaquant.options import Deprecated, Keep, Quality, QualityName, values_of
+from dynaquant.interop.dcp_roles import dcp_source
+from dynaquant.options import Deprecated, Keep, Quality, QualityName, options_of
 from dynaquant.ranks.group import Group
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.memory import Memory
@@ -109,7 +109,7 @@ class StorageWriter(_StorageWriter):
     ) -> None:
         super().__init__()
         takes, also = ("keep_last", "keep_every", "keyframe_every"), ("max_degradation",)
-        quality, _, keep = values_of("StorageWriter", deprecated, quality, keep=keep, takes=takes, also=also)
+        quality, _, keep = options_of("StorageWriter", deprecated, quality, keep=keep, takes=takes, also=also)
         self._run = WritableRun(folder)
         self._compressor = Compressor(quality, None, Group(alone=True))  # each process decides for its own boxes
         self._retention = Retention(keep)
@@ -219,7 +219,7 @@ class StorageWriter(_StorageWriter):
         for number, group in enumerate(_one_box_of_each(items)):
             # The planner may make a tensor only now, so each is looked up once, and kept until all are quantized.
             tensors = {item.index.fqn: _tensor(item, planner) for item in group}
-            found = self._compressor.compress(source_of(tensors), self._memories.get(number, Memory()), 1.0, {})
+            found = self._compressor.compress(dcp_source(tensors), self._memories.get(number, Memory()), 1.0, {})
             memories[number] = found.memory
             for item in group:
                 name, box = item.index.fqn, _box_of(item)

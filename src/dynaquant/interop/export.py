@@ -16,9 +16,9 @@ from dynaquant.interop.targets import OF_FRAMEWORKS, Target
 from dynaquant.interop.weights import (
     Tell,
     of_omitted,
+    reported,
     strings_in,
     untied,
-    with_progress,
     write_safetensors,
     write_shards,
 )
@@ -99,7 +99,7 @@ def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell) -> l
                 names, ties = untied(stored.state_dict)
                 write_safetensors(stored, file, names, _metadata(stored) | ties, tell)
             elif target is Target.TORCH:
-                torchfile.write(file, stored.model_state(with_progress(stored.tensors, tell)))
+                torchfile.write(file, stored.model_state(reported(stored.tensors, tell)))
             else:
                 torchfile.write(file, _state(stored, tell))
     return _in_parts(stored) + _left_out(stored, target)
@@ -165,7 +165,7 @@ def _state(stored: StoredCheckpoint, tell: Tell) -> Any:
 def _tensors_of(stored: StoredCheckpoint, node: Any, tell: Tell) -> dict[str, Tensor]:
     """Return the decoded tensors that a node of the tree names."""
     names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in stored.tensors]
-    return dict(with_progress(LazyMapping(names, stored.tensors.__getitem__), tell))
+    return dict(reported(LazyMapping(names, stored.tensors.__getitem__), tell))
 
 
 def _source(stored: StoredCheckpoint) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from dynaquant.errors import CheckpointError, StateError
 from dynaquant.formatting import in_bytes
 from dynaquant.interop import safetensors, torchfile
 from dynaquant.interop.inferred_roles import optimizers_in
-from dynaquant.interop.model_file import DCP_METADATA, ModelFile
-from dynaquant.interop.safetensors import Shards
+from dynaquant.interop.safetensors import ModelFiles
+from dynaquant.interop.whole_state import DCP_METADATA, WholeState
 from dynaquant.state.flatten import flatten
 from dynaquant.state.tree import dict_items, state_dict_tree, tensor_names_in
 from dynaquant.store.container import MAGIC
@@ -34,7 +34,7 @@ _WEIGHTS = re.compile(r"(pytorch|adapter)_model.*\.bin")
 """File names of weights that ``torch.save`` wrote, in older folders."""
 
 
-def read(folder: Path) -> ModelFile:
+def read(folder: Path) -> WholeState:
     """Read a folder of DCP, or one with a model's weights, and the other files in it.
 
     If the folder holds only weights, the state is their state dict. Otherwise it is a dictionary: the state dict under
@@ -52,7 +52,7 @@ def read(folder: Path) -> ModelFile:
         whole, used = dcp_folder.read(folder)
         return _with_raw_files(folder, whole, [name for name in names if name not in used], left_out, {})
     models = _models(folder, names)
-    used = {file for shards in models.values() for file in shards.files}
+    used = {file for model in models.values() for file in model.files}
     others = [name for name in names if name not in used]
     states: dict[str, Any] = {}
     files: dict[str, str] = {}  # for each file of torch.save, the key of its state
@@ -97,7 +97,7 @@ def _start(path: Path) -> bytes:
         return file.read(len(MAGIC))
 
 
-def _models(folder: Path, names: list[str]) -> dict[str, Shards]:
+def _models(folder: Path, names: list[str]) -> dict[str, ModelFiles]:
     """Return the models in safetensors, by their keys in the state.
 
     Without an index, all files are shards of one model, unless two of them have a tensor of the same name. Otherwise
@@ -107,14 +107,14 @@ def _models(folder: Path, names: list[str]) -> dict[str, Shards]:
     if len(indices) > 1:
         raise CheckpointError(f"{folder} has several indices ({', '.join(indices)}); give one file")
     models = {MODEL: safetensors.read_indexed(folder, indices[0], names)} if indices else {}
-    named = {file for shards in models.values() for file in shards.files}
+    named = {file for model in models.values() for file in model.files}
     loose = [name for name in names if name.endswith(safetensors.SUFFIX) and name not in named]
-    parts = {name: safetensors.read_shards(folder, [name]) for name in loose}
-    tensors = [tensor for shards in parts.values() for tensor in shards.tensors]
+    alone = {name: safetensors.read_files(folder, [name]) for name in loose}
+    tensors = [tensor for model in alone.values() for tensor in model.tensors]
     if loose and not indices and len(set(tensors)) == len(tensors):
-        return {MODEL: safetensors.read_shards(folder, loose)}
-    for name, shards in parts.items():
-        models[_key(name, models)] = shards
+        return {MODEL: safetensors.read_files(folder, loose)}
+    for name, model in alone.items():
+        models[_key(name, models)] = model
     return models
 
 
@@ -138,15 +138,15 @@ def _state_in(path: Path, reasons: dict[str, str]) -> Any:
 
 
 def _put_together(
-    models: Mapping[str, Shards], states: dict[str, Any], weights: Collection[str], files: dict[str, str]
-) -> ModelFile:
+    models: Mapping[str, ModelFiles], states: dict[str, Any], weights: Collection[str], files: dict[str, str]
+) -> WholeState:
     """Put everything that was read into one state.
 
     weights: keys of the states that are weights. files: the key of each file's state, by name of the file.
     """
     main = models.get(MODEL)
     if main is not None and len(models) == 1 and not states:
-        return ModelFile("huggingface", state_dict_tree(main.tensors), main.tensors, main.details, in_order=False)
+        return WholeState("huggingface", state_dict_tree(main.tensors), main.tensors, main.details, in_order=False)
     tree, tensors = flatten(states)
     found: dict[str, tuple[Mapping[str, Tensor], str]] = {name: (tensors, name) for name in tensors}
     can_be_weights = {name for key, node in dict_items(tree) if key in weights for name in tensor_names_in(node)}
@@ -164,12 +164,12 @@ def _put_together(
     }
     order = [name for name in found if name not in tensors] + list(tensors)
     lazy = LazyMapping(order, lambda name: found[name][0][found[name][1]])
-    return ModelFile("huggingface", tree, lazy, details, frozenset(can_be_weights), in_order=not models)
+    return WholeState("huggingface", tree, lazy, details, frozenset(can_be_weights), in_order=not models)
 
 
 def _with_raw_files(
-    folder: Path, whole: ModelFile, names: list[str], left_out: dict[str, str], reasons: dict[str, str]
-) -> ModelFile:
+    folder: Path, whole: WholeState, names: list[str], left_out: dict[str, str], reasons: dict[str, str]
+) -> WholeState:
     """Add files to a state byte for byte, as further tensors.
 
     names: of the files. left_out: files that are not stored, with the reason. reasons: why files of ``torch.save`` were

@@ -30,14 +30,14 @@ _NORMS = ("norm", "ln", "bn")
 
 
 @dataclass
-class _Found:
+class _Recognized:
     """The dictionaries in a tree that hold only tensors, and the states of optimizers."""
 
     state_dicts: list[dict[str, str]] = field(default_factory=list)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
 
 
-def labels(
+def inferred_labels(
     tree: Any,
     tensors: Mapping[str, Tensor],
     vectors: bool = True,
@@ -111,9 +111,13 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
             names = [name for name in dict.fromkeys(state_dict.values()) if labels[name].role == "weight"]
             for order in (names, sorted(names, key=lambda name: tensors[name].ndim < 2)):
                 if matched := _matched(order, tensors, moments):
-                    sums = (kernels.for_device(moment.device).sums(moment)[0] / moment.numel() for moment in moments)
-                    return dict(zip(matched, sums, strict=True))
+                    return dict(zip(matched, map(mean_of, moments), strict=True))
     return {}
+
+
+def mean_of(moment: Tensor) -> float:
+    """Return the mean of the values of a second moment."""
+    return kernels.for_device(moment.device).sums(moment)[0] / moment.numel()
 
 
 def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:
@@ -147,8 +151,8 @@ def _by_text_key(node: Any) -> dict[str, Any]:
     return {str(key): value for key, value in dict_items(node)}
 
 
-def _search(tree: Any) -> _Found:
-    found = _Found()
+def _search(tree: Any) -> _Recognized:
+    found = _Recognized()
 
     def visit(node: Any) -> None:
         items = node.get("tuple") if isinstance(node, dict) else node

@@ -16,8 +16,8 @@ from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError
 from dynaquant.interop import any_format
-from dynaquant.interop.file_source import Sensitivities, StateOfFile, Tell, source_of
-from dynaquant.interop.model_file import ModelFile
+from dynaquant.interop.state_source import Sensitivities, StateSubject, Tell, source_of
+from dynaquant.interop.whole_state import WholeState
 from dynaquant.methods.named import METHODS
 from dynaquant.options import Quality, QualityName, quality_of
 from dynaquant.ranks.group import Group
@@ -85,23 +85,23 @@ class Packer:
         if self._last is not None:
             self.memory, self._last = self._last.with_last_weights(base.tensors).memory, None
 
-    def source(self, file: ModelFile, exact_optimizers: Mapping[str, str] | None = None) -> Source:
-        """Return a state as a source: see ``file_source.source_of``."""
+    def source(self, state: WholeState, exact_optimizers: Mapping[str, str] | None = None) -> Source:
+        """Return a state as a source: see ``state_source.source_of``."""
         vectors = METHODS[self._quality.chosen_method].quantizes_vectors
-        return source_of(file, vectors, exact_optimizers or {})
+        return source_of(state, vectors, exact_optimizers or {})
 
     def checkpoint(
-        self, file: ModelFile, step: int, source: Source | None = None, interval: int | None = None
+        self, state: WholeState, step: int, source: Source | None = None, interval: int | None = None
     ) -> Checkpoint:
         """Return the checkpoint of a state. Its tensors are quantized on access, and not kept.
 
-        source: of the file, with what else is known of it; None for ``self.source(file)``. interval: steps of training
+        source: of the state, with what else is known; None for ``self.source(state)``. interval: steps of training
         since the last checkpoint, if known. Raises EvaluateError if the metric fails on the original state.
         """
-        source = self.source(file) if source is None else source
+        source = self.source(state) if source is None else source
         seconds: dict[str, float] = {}
         group = Group(alone=True)  # other ranks may be elsewhere: rank 0 often saves alone
-        subject = StateOfFile(file, self._tell)
+        subject = StateSubject(state, self._tell)
         metric = None
         if self._metric is not None:
             metric = UserMetric(subject, self._metric, self._higher_is_better, group)
@@ -114,14 +114,14 @@ class Packer:
             self._tell(f"quantizing and writing: tensor {min(next(count), len(labels))} of {len(labels)}")
             return found.assembled.tensors[name]
 
-        record = {**json_of(found.decision, interval, seconds, found.notes), "source": file.source}
+        record = {**json_of(found.decision, interval, seconds, found.notes), "source": state.origin}
         if found.memory.budget is not None:
             record["training_budget"] = found.memory.budget.to_json()
         coder = METHODS[self._quality.chosen_method].coder
         copy = found.assembled.lossless_copy
-        return Checkpoint(step, file.tree, LazyMapping(labels, stored), labels, record, coder, copy)
+        return Checkpoint(step, state.tree, LazyMapping(labels, stored), labels, record, coder, copy)
 
-    def _with_sensitivities(self, source: Source, subject: StateOfFile, metric: Metric) -> Source:
+    def _with_sensitivities(self, source: Source, subject: StateSubject, metric: Metric) -> Source:
         """Return a source whose F comes from the metric where nothing else is known."""
         preset = PRESETS[self._quality.preset]
         assert preset is not None

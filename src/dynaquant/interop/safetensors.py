@@ -16,7 +16,7 @@ from torch import Tensor
 from dynaquant.engine.tensors.dtypes import bytes_of, dtype_name
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError
-from dynaquant.interop.model_file import ModelFile
+from dynaquant.interop.whole_state import WholeState
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import reject_constant
 from dynaquant.store.files import is_file_name
@@ -62,14 +62,14 @@ _INDEX_BYTES = 1 << 30
 _ALIGNMENT = 8
 
 
-def read(path: Path) -> ModelFile:
+def read(path: Path) -> WholeState:
     """Read a file. Raises CheckpointError if it is damaged."""
     tensors, metadata = _open(path)
-    return ModelFile("safetensors", state_dict_tree(tensors), tensors, {"metadata": metadata})
+    return WholeState("safetensors", state_dict_tree(tensors), tensors, {"metadata": metadata})
 
 
 @dataclass(frozen=True)
-class Shards:
+class ModelFiles:
     """A model in several files of a folder. details: what is needed to write them again, as JSON values."""
 
     tensors: Mapping[str, Tensor]
@@ -82,7 +82,7 @@ class Shards:
         return {*self.details["shards"], *([index] if index is not None else [])}
 
 
-def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
+def read_indexed(folder: Path, index: str, names: Collection[str]) -> ModelFiles:
     """Read the model that an index describes.
 
     names: the files in the folder. Raises CheckpointError if a file or a tensor is missing.
@@ -91,27 +91,27 @@ def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
     files = sorted(set(content["weight_map"].values()))
     if missing := [file for file in files if file not in names]:
         raise CheckpointError(f"{folder}: {missing[0]} is missing, but {index} names it")
-    model = read_shards(folder, files)
+    model = read_files(folder, files)
     if unknown := sorted(content["weight_map"].keys() - model.tensors.keys()):
         raise CheckpointError(f"{folder}: {unknown[0]} is in no file, but {index} names it")
-    return Shards(model.tensors, {**model.details, "index": index, "metadata": content.get("metadata")})
+    return ModelFiles(model.tensors, {**model.details, "index": index, "metadata": content.get("metadata")})
 
 
-def read_shards(folder: Path, files: Iterable[str]) -> Shards:
+def read_files(folder: Path, files: Iterable[str]) -> ModelFiles:
     """Read a model from several files of a folder.
 
     Raises CheckpointError if a file is damaged, or if two files have a tensor of the same name.
     """
     shards: dict[str, Any] = {}
-    parts: dict[str, Mapping[str, Tensor]] = {}
+    found: dict[str, Mapping[str, Tensor]] = {}
     for file in files:
-        part, metadata = _open(folder / file)
-        if twice := sorted(part.keys() & parts.keys()):
+        tensors, metadata = _open(folder / file)
+        if twice := sorted(tensors.keys() & found.keys()):
             raise CheckpointError(f"{folder}: {twice[0]} is in two files")
-        parts.update(dict.fromkeys(part, part))
-        shards[file] = {"metadata": metadata, "tensors": list(part)}
+        found.update(dict.fromkeys(tensors, tensors))
+        shards[file] = {"metadata": metadata, "tensors": list(tensors)}
     details = {"index": None, "metadata": None, "shards": shards}
-    return Shards(LazyMapping(parts, lambda name: parts[name][name]), details)
+    return ModelFiles(LazyMapping(found, lambda name: found[name][name]), details)
 
 
 def _read_index(path: Path) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, Unpack
 
 from dynaquant import _native
 from dynaquant.errors import CheckpointError
-from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
-from dynaquant.options import Deprecated, Quality, QualityName, values_of
+from dynaquant.interop.whole_state import WholeState
+from dynaquant.options import Deprecated, Quality, QualityName, options_of
 from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheckpoint
 from dynaquant.saving.record import Record, record_of
 from dynaquant.state.flatten import flatten_whole
@@ -64,7 +64,7 @@ def save(
     nor a file to write to, or ``parent`` neither a path nor a file to read; OSError if the file cannot be written. Then
     nothing is written, and a file that was there stays.
     """
-    chosen = values_of("save", deprecated, quality, takes=("max_degradation",), also=("method", "configuration"))
+    chosen = options_of("save", deprecated, quality, takes=("max_degradation",), also=("method", "configuration"))
     out = user_path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
         check_output(out)
@@ -76,7 +76,7 @@ def save(
     if before is not None:
         base = Base.from_loaded(before.file.header, before.with_retries(before.stored))
         packer.continue_from(before.file.header, base.tensors)
-    checkpoint = packer.checkpoint(ModelFile("torch", *flatten_whole(state), {}), 0)
+    checkpoint = packer.checkpoint(WholeState("torch", *flatten_whole(state), {}), 0)
     checkpoint = replace(checkpoint, tensors=dict(checkpoint.tensors))  # quantizes each once; else to verify it, too
     parent_file, threads = None if before is None else before.file, _native.threads()
     if out is not None:

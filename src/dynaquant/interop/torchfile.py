@@ -18,7 +18,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.formatting import in_bytes
-from dynaquant.interop.model_file import ModelFile
+from dynaquant.interop.whole_state import WholeState
 from dynaquant.state.flatten import flatten
 from dynaquant.state.plain import plain_part
 from dynaquant.store.files import underlying_os_error
@@ -38,7 +38,7 @@ UNPICKLING_ERRORS = (
 _NAMES_CODE = re.compile(r"(?:GLOBAL |^)([\w.]+)(?: was not an allowed global| whose module|$)", re.MULTILINE)
 
 
-def read(path: Path, skip_objects: bool = False) -> ModelFile:
+def read(path: Path, skip_objects: bool = False) -> WholeState:
     """Read a file.
 
     skip_objects: leave out objects, classes and functions; a note says which. By default they are an error, as no
@@ -58,7 +58,7 @@ def read(path: Path, skip_objects: bool = False) -> ModelFile:
         notes.append(f"an argparse.Namespace is stored as the dictionary of its values: {', '.join(namespaces)}")
     if left_out:
         notes.append(f"left out, as they are not tensors or plain values: {', '.join(left_out)}")
-    return ModelFile("torch", tree, tensors, {}, notes=tuple(notes))
+    return WholeState("torch", tree, tensors, {}, notes=tuple(notes))
 
 
 def load(
@@ -71,7 +71,7 @@ def load(
     skip_objects: objects come back as instances of empty classes that have the same names. advice: added to an
     error about such an object. namespaces: the places of Namespaces are added to it.
     """
-    check_version(path)
+    check_torch_is_safe(path)
     try:
         # Unpickling a Namespace sets its attributes and runs no code of its own.
         known = [] if not skip_objects else _placeholders(path)
@@ -81,7 +81,7 @@ def load(
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         state = _without_namespaces(state, "", [] if namespaces is None else namespaces, set())
     except UNPICKLING_ERRORS as error:
-        why = why_unreadable(error, "a complete file of torch.save")
+        why = why_not_unpickled(error, "a complete file of torch.save")
         raise CheckpointError(f"{path}: {why}{advice if _names_code(error) else ''}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: it holds a {type(state).__name__}, not a dictionary such as a state dict")
@@ -154,7 +154,7 @@ def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:
     return tree, tensors
 
 
-def check_version(path: Path) -> None:
+def check_torch_is_safe(path: Path) -> None:
     """Raise CheckpointError if this PyTorch's weights_only is vulnerable (CVE-2025-32434, CVE-2026-24747)."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_VERSION:
         raise CheckpointError(
@@ -169,7 +169,7 @@ def _names_code(error: BaseException) -> str:
     return found[1] if found else ""
 
 
-def why_unreadable(error: BaseException, expected: str) -> str:
+def why_not_unpickled(error: BaseException, expected: str) -> str:
     """Return why a file could not be unpickled: it names code, or it is not what was expected.
 
     PyTorch's own message often recommends to run that code.

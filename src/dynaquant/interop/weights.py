@@ -47,7 +47,7 @@ def write_safetensors(
     shapes = stored.shapes
     tensors = LazyMapping(names, lambda key: stored.tensors[names[key]])
     like = {key: shapes[name] for key, name in names.items()}
-    safetensors.write(file, with_progress(tensors, tell), like, metadata or None)
+    safetensors.write(file, reported(tensors, tell), like, metadata or None)
 
 
 def write_shards(
@@ -94,7 +94,7 @@ def strings_in(metadata: Any) -> dict[str, str]:
     return {key: value for key, value in pairs if isinstance(value, str)}
 
 
-def with_progress(tensors: Mapping[str, Tensor], tell: Tell) -> Mapping[str, Tensor]:
+def reported(tensors: Mapping[str, Tensor], tell: Tell) -> Mapping[str, Tensor]:
     """Return the tensors; each access is reported."""
     order = {name: i for i, name in enumerate(tensors, 1)}
 

@@ -2,7 +2,7 @@
 
 - ``restorer.py``: the stages of a restore, in order
 - ``fitting.py``: what of a stored state fits the objects
-- ``shards.py``: decodes what this rank holds of each tensor
+- ``load_shards.py``: decodes what this rank holds of each tensor
 - ``seen_by_rank.py``: which of the tensors that differ between ranks this rank gets
 - ``dropped_moments.py``: first moments that the checkpoint does not keep
 - ``in_place.py``: fills the tensors of the model and the optimizer in place

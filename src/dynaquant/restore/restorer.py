@@ -19,12 +19,12 @@ from dynaquant.ranks.group import Group
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import fit_state, raise_if_any, selected_objects
 from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_strides
+from dynaquant.restore.load_shards import load_shards, sharded_targets
 from dynaquant.restore.seen_by_rank import SeenByRank
-from dynaquant.restore.shards import load_shards, sharded_targets
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.plain_objects import leaves
 from dynaquant.store.container import CheckpointFile, Parent
-from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.store.out_of_memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag

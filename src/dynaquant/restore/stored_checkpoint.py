@@ -23,7 +23,7 @@ from dynaquant.store.chain import chain_of, detect_run_changes, retry_if_run_cha
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import user_path
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
-from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.store.out_of_memory import explain_out_of_memory
 from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_all, load_tensor
 from dynaquant.store.run import Run

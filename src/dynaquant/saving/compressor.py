@@ -128,7 +128,7 @@ class Compressor:
         if memory.budget is None or not self._keeps_to_budget:
             return None
         budget = replace(memory.budget, largest=self._largest)
-        return budget if source.progress is None else budget.at(source.progress())
+        return budget if source.position is None else budget.at(source.position())
 
     def _usable_last_weights(self, limit: float, memory: Memory) -> Mapping[str, LastWeight]:
         """Return the last checkpoint's weights; none if less is allowed now than for them.

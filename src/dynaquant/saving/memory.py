@@ -16,7 +16,7 @@ from dynaquant.saving.record import degradation_of, limit_of
 from dynaquant.saving.schedule import Schedule
 from dynaquant.saving.training_budget import TrainingBudget
 from dynaquant.saving.unchanged_weights import LastWeight, restored_weights
-from dynaquant.search.memory import SearchMemory
+from dynaquant.search.search_memory import SearchMemory
 from dynaquant.store.container import Header
 
 TYPICAL_EQUIVALENTS = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynaquant.saving.presets import DROPPED, Preset
-from dynaquant.training.first_moments import Memory, memories_of
+from dynaquant.training.first_moments import MomentWindow, windows_of
 
 ROUNDING = 1 + 1e-9
 LOST_BY_NOISE = 0.1
@@ -26,11 +26,11 @@ def first_tolerances(
 
     objects: of the training, by name. corrected: whether restores correct moments of zero.
     """
-    return tolerances_of(memories_of(objects, corrected), preset, interval)
+    return tolerances_of(windows_of(objects, corrected), preset, interval)
 
 
-def tolerances_of(memories: Mapping[str, Memory], preset: Preset, interval: int | None) -> dict[str, float]:
-    """Return the tolerance of first moments, ``‖Δu‖/‖u‖`` of an update, by the names of their memories.
+def tolerances_of(windows: Mapping[str, MomentWindow], preset: Preset, interval: int | None) -> dict[str, float]:
+    """Return the tolerance of first moments, ``‖Δu‖/‖u‖`` of an update, by the names of their windows.
 
     A first moment with the decay β remembers ``1 / (1 - β)`` steps. A restore without it loses some of these steps. If
     they are at most ``preset.lost_steps`` of the steps between two checkpoints, the moment is dropped. Otherwise it is
@@ -46,18 +46,18 @@ def tolerances_of(memories: Mapping[str, Memory], preset: Preset, interval: int 
     interval: the steps between two checkpoints, if known.
     """
     tolerances = {}
-    for name, memory in memories.items():
+    for name, window in windows.items():
         allowed = preset.lost_steps * (interval or 0)
-        if memory.kept == "always":
+        if window.kept == "always":
             tolerances[name] = preset.muon_tolerance
-        elif memory.lost <= allowed * ROUNDING:
+        elif window.lost <= allowed * ROUNDING:
             tolerances[name] = DROPPED
         elif interval is None:
             continue
-        elif memory.kept == "fine":
-            fine = LOST_BY_NOISE_OF_SGD * FINEST**2 * memory.steps
+        elif window.kept == "fine":
+            fine = LOST_BY_NOISE_OF_SGD * FINEST**2 * window.steps
             tolerances[name] = FINEST if allowed <= fine * ROUNDING else DROPPED
         else:
-            noise = math.sqrt(allowed / (LOST_BY_NOISE * memory.steps))
+            noise = math.sqrt(allowed / (LOST_BY_NOISE * window.steps))
             tolerances[name] = min(max(noise, FINEST), COARSEST)
     return tolerances

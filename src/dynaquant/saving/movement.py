@@ -33,13 +33,13 @@ APPROACH = 0.8
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SampledParameter:
     """A sampled parameter: where it is in its module, its shape, and where its sample is among all values."""
 
     module: nn.Module
     key: str
     shape: torch.Size
-    part: slice
+    at: slice
 
     def present(self) -> Tensor | None:
         """Return the parameter that is there now; None if there is none of this shape."""
@@ -48,17 +48,17 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Reference:
-    """A sample of the weights: places, values, and what the square of each value counts."""
+class _SampledWeights:
+    """A sample of the weights: parameters, values, and what the square of each value counts."""
 
-    places: list[_Place]
+    parameters: list[_SampledParameter]
     values: NDArray[np.float64]
     factors: NDArray[np.float64]
 
     @property
     def present(self) -> NDArray[np.float64]:
         """The values of the same places now. NaN for parameters that are gone or have another shape."""
-        return _values([(p, place.part) for place in self.places if (p := place.present()) is not None], self.values)
+        return _values([(p, each.at) for each in self.parameters if (p := each.present()) is not None], self.values)
 
 
 class Movement:
@@ -72,7 +72,7 @@ class Movement:
         self, moved: Moved, objects: Mapping[str, Any], interval: int | None = None, reduce: Reduce | None = None
     ) -> None:
         self._moved, self._objects, self._reduce = moved, objects, reduce
-        self._reference: _Reference | None = None
+        self._reference: _SampledWeights | None = None
         self._next = self.first_look(interval)
         self._reached = False
         self._warned = False
@@ -128,20 +128,22 @@ class Movement:
             return 0.0
         return math.sqrt(moved / size) if size > 0 else math.inf
 
-    def _sampled(self, mean_squares: Mapping[str, float]) -> _Reference:
+    def _sampled(self, mean_squares: Mapping[str, float]) -> _SampledWeights:
         parameters = self._parameters()
         weights = {name: local_of(parameter) for name, (_, _, parameter) in parameters.items()}
         whole = max(sum(weight.numel() for weight in weights.values()), 1)
         views = {name: _sample(p, min(max(SAMPLE * p.numel() // whole, FEWEST), MOST)) for name, p in weights.items()}
         ends = np.cumsum([len(view) for view in views.values()], dtype=np.int64)
-        parts = {name: slice(end - len(view), end) for (name, view), end in zip(views.items(), ends, strict=True)}
-        values = _values([(weights[name], parts[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
+        slices = {name: slice(end - len(view), end) for (name, view), end in zip(views.items(), ends, strict=True)}
+        values = _values([(weights[name], slices[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
         sizes = {name: max(p.numel(), 1) for name, p in weights.items()}  # a rank may hold nothing of a tensor
-        squares = {name: sizes[name] * _mean_square(values[parts[name]]) for name in weights}
+        squares = {name: sizes[name] * _mean_square(values[slices[name]]) for name in weights}
         effective = effective_mean_squares(sizes, squares, mean_squares)
         counted = [effective[name] * sizes[name] / max(len(views[name]), 1) for name in weights]
-        places = [_Place(module, key, p.shape, parts[name]) for name, (module, key, p) in parameters.items()]
-        return _Reference(places, values, np.repeat(counted, [len(view) for view in views.values()]))
+        sampled = [
+            _SampledParameter(module, key, p.shape, slices[name]) for name, (module, key, p) in parameters.items()
+        ]
+        return _SampledWeights(sampled, values, np.repeat(counted, [len(view) for view in views.values()]))
 
     def _parameters(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
         """Return the weights that train by name in the state, each after the module and key of its first place."""
@@ -160,9 +162,9 @@ def sampled_values(parameters: Mapping[str, Tensor], size: int) -> dict[str, NDA
     strided = {name: p for name, p in parameters.items() if is_strided(p) and p.numel()}
     lengths = [len(_sample(parameter, size)) for parameter in strided.values()]
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    values = _values([*zip(strided.values(), parts, strict=True)], np.empty(sum(lengths)))
-    return {name: values[part] for name, part in zip(strided, parts, strict=True)}
+    slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    values = _values([*zip(strided.values(), slices, strict=True)], np.empty(sum(lengths)))
+    return {name: values[at] for name, at in zip(strided, slices, strict=True)}
 
 
 def _values(parameters: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -171,16 +173,16 @@ def _values(parameters: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64
     Copies all samples of one device and dtype to the host at once.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, slice]]] = {}
-    for parameter, part in parameters:
-        view = _sample(parameter, part.stop - part.start)
-        groups.setdefault((view.device, view.dtype), []).append((view, part))
+    for parameter, at in parameters:
+        view = _sample(parameter, at.stop - at.start)
+        groups.setdefault((view.device, view.dtype), []).append((view, at))
     found = np.full(like.shape, math.nan)
     for group in groups.values():
         together, begin = torch.cat([view for view, _ in group]).cpu().to(torch.float64).numpy(), 0
         if len(together) == len(found):
             return together
-        for view, part in group:
-            found[part] = together[begin : begin + len(view)]
+        for view, at in group:
+            found[at] = together[begin : begin + len(view)]
             begin += len(view)
     return found
 

@@ -11,7 +11,7 @@ from dynaquant.engine.forms.external import External
 from dynaquant.engine.label import Label
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.saving.division import Division
-from dynaquant.saving.training_budget import Progress
+from dynaquant.saving.training_budget import TrainingPosition
 from dynaquant.training.hash_cache import HashCache
 
 MeanSquares = Callable[[Mapping[str, Tensor]], Mapping[str, float]]
@@ -29,7 +29,7 @@ class Source:
 
     tensors: those whose values are stored; what this rank holds of those that are divided. labels: of all tensors, in
     the order of the state. on_access: whether tensors are read or made on access, because they may not fit into memory
-    together; they are not copied then, and quantized only when they are written. progress: returns how far the
+    together; they are not copied then, and quantized only when they are written. position: returns how far the
     training is at this state; None if no training continues from it.
 
     Weights: ``master_of`` has the names of master weights by those of their half-precision weights. mean_squares:
@@ -48,7 +48,7 @@ class Source:
     tensors: Mapping[str, Tensor]
     labels: Mapping[str, Label]
     on_access: bool = False
-    progress: Callable[[], Progress] | None = None
+    position: Callable[[], TrainingPosition] | None = None
     master_of: Mapping[str, str] = field(default_factory=dict)
     mean_squares: MeanSquares = nothing_known
     gradients: Mapping[str, Tensor] = field(default_factory=dict)

@@ -42,7 +42,7 @@ class Restore:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingPosition:
     """How far a training is at a save.
 
     step: of the training; its checkpoint may have another number. rate: the learning rate. has_schedule: whether a
@@ -55,8 +55,8 @@ class Progress:
     scaled: bool = False
 
     @classmethod
-    def of(cls, step: int, optimizers: Sequence[Optimizer]) -> Progress:
-        """Return the progress of a training with these optimizers."""
+    def of(cls, step: int, optimizers: Sequence[Optimizer]) -> TrainingPosition:
+        """Return the position of a training with these optimizers."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         return cls(step, learning_rate(optimizers), has_schedule(groups), scaled_by_rate(optimizers))
 
@@ -84,16 +84,16 @@ class TrainingBudget:
     count: int = 0
     restores: tuple[Restore, ...] = ()
 
-    def at(self, progress: Progress) -> TrainingBudget:
+    def at(self, position: TrainingPosition) -> TrainingBudget:
         """Return the account at a save."""
-        step, rate = progress.step, progress.rate
+        step, rate = position.step, position.rate
         if not (math.isfinite(rate) and rate >= 0):
             rate = self.rate
         mean = (self.rate + rate) / 2 if self.step else rate
         learned = self.learned + mean * max(step - self.step, 0)
-        first = progress.has_schedule
+        first = position.has_schedule
         changed = abs(rate - self.rate) > SAME_RATE * max(rate, self.rate) if self.step > 0 else first
-        highest, scaled = max(self.highest, rate), progress.scaled
+        highest, scaled = max(self.highest, rate), position.scaled
         now = replace(self, learned=learned, rate=rate, highest=highest, changed=changed, step=step, scaled=scaled)
         return replace(now, restores=tuple(each for each in self.restores if now._left(each) > HEALED))
 

@@ -26,7 +26,7 @@ from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
-from dynaquant.saving.training_budget import Progress, learning_rate
+from dynaquant.saving.training_budget import TrainingPosition, learning_rate
 from dynaquant.state.roles import untrained
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import HashCache
@@ -114,7 +114,7 @@ class TrainingSource:
         return Source(
             tensors=tensors,
             labels=captured.labels,
-            progress=lambda: Progress.of(step, self._optimizers),
+            position=lambda: TrainingPosition.of(step, self._optimizers),
             master_of=master_of,
             mean_squares=lambda weights: self._gradients.mean_squares(weights, captured.shards),
             gradients=self._gradients.recorded(),

@@ -1,12 +1,12 @@
 """Search: finds a configuration for the weights of each checkpoint. The files, in reading order:
 
 - ``manager``: decides at every checkpoint; each search goes on from the memory of the last one.
-- ``memory``: what one search remembers for the next.
+- ``search_memory``: what one search remembers for the next.
 - ``scores``: what a record keeps of a search: the quality of the weights, and the trials.
 - ``decision``: the result of a search, and the decision for a checkpoint.
 - ``prepared``: what a search needs of the weights that a method has prepared.
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
-- ``progress``: logs how long a search will take, and that it still goes on.
+- ``search_log``: logs how long a search will take, and that it still goes on.
 - ``subject``: what a metric scores: something with weights, in whose place candidates are put.
 - ``live_model``: the model of a training as a subject: other weights for one evaluation, training as before.
 - ``evaluation``: the metric that a user gives; ``LossOn``, and ``OnBatches``.

@@ -9,8 +9,8 @@ from typing import Literal
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.search.judge import JudgedBy
-from dynaquant.search.memory import SearchMemory
 from dynaquant.search.scores import MeasuredQuality, Trial
+from dynaquant.search.search_memory import SearchMemory
 
 Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
 """How a configuration was found.

@@ -71,7 +71,7 @@ class LossOn:
 
     def __call__(self, model: Any) -> float:
         """Return the mean loss of the model on the batches."""
-        return mean(self.losses(model, range(len(self))))
+        return mean_of_batches(self.losses(model, range(len(self))))
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -148,7 +148,7 @@ def _as_float(result: Any) -> float:
     return float(result)
 
 
-def mean(losses: Sequence[float]) -> float:
+def mean_of_batches(losses: Sequence[float]) -> float:
     """Return the mean of the numbers of all batches."""
     return math.fsum(losses) / len(losses)
 

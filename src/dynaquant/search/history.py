@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, knobs_from_json, knobs_to_json
 
-LEVELS = 4
-"""Checkpoints whose levels are remembered. More would average more luck away, and follow the training later."""
+REMEMBERED = 4
+"""Checkpoints whose degradation at the scale 1 is remembered. More would average more luck away, and follow the
+training later."""
 _SMALLEST_LIMIT = 1e-9
 """Smaller limits count as this one, so that they have a logarithm."""
 
@@ -19,11 +20,12 @@ _SMALLEST_LIMIT = 1e-9
 class LastScale:
     """Where the last search for the grid's scale ended.
 
-    exponent: of the scale. levels: of the last checkpoints, see ``methods/grid/scale_search.py``.
+    exponent: of the scale. at_scale_1: the degradation at the scale 1 of the last checkpoints, see
+    ``methods/grid/scale_search.py``.
     """
 
     exponent: int
-    levels: tuple[float, ...] = ()
+    at_scale_1: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class History:
     def to_json(self) -> dict[str, Any]:
         """Return the history as it is stored in a record."""
         found: dict[str, Any] = {str(exponent): knobs_to_json(knobs) for exponent, knobs in self.configurations.items()}
-        return found if self.scale is None else {**found, "scale": asdict(self.scale)}
+        if self.scale is None:
+            return found
+        return {**found, "scale": {"exponent": self.scale.exponent, "levels": self.scale.at_scale_1}}
 
     @classmethod
     def from_json(cls, data: Any) -> History:
@@ -73,10 +77,10 @@ class History:
 def _scale_from_json(data: Mapping[str, Any]) -> LastScale:
     configuration = knobs_from_json({"scale": data["exponent"]})
     assert isinstance(configuration, GridConfiguration)
-    levels = tuple(map(float, data["levels"]))
-    if not all(map(math.isfinite, levels)):
+    at_scale_1 = tuple(map(float, data["levels"]))
+    if not all(map(math.isfinite, at_scale_1)):
         raise ValueError("levels must be finite")
-    return LastScale(configuration.scale, levels[-LEVELS:])
+    return LastScale(configuration.scale, at_scale_1[-REMEMBERED:])
 
 
 def _exponent(limit: float) -> int:

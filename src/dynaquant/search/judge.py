@@ -15,7 +15,7 @@ from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.group import Group
 from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.distortion import distortion
-from dynaquant.search.evaluation import Evaluate, OnBatches, degradation, losses_on, mean
+from dynaquant.search.evaluation import Evaluate, OnBatches, degradation, losses_on, mean_of_batches
 from dynaquant.search.scores import MeasuredQuality
 from dynaquant.search.sequential_test import looks, verdict
 from dynaquant.search.subject import ParameterValues, Subject
@@ -46,7 +46,7 @@ class MetricJudge:
     """Judges by the user's metric.
 
     original: the score of the weights in training, to which candidates are compared. decided: the values that other
-    weights will have after a restore, by name. memory: for the values of one candidate after another.
+    weights will have after a restore, by name. reused: memory for the values of one candidate after another.
     """
 
     subject: Subject
@@ -55,11 +55,11 @@ class MetricJudge:
     original: float
     decided: Mapping[str, ParameterValues]
     judged_by: JudgedBy = "evaluate"
-    memory: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
+    reused: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
 
     def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
         """Score the model with the weights that a restore would return."""
-        values = self.subject.values(candidate, self.memory)
+        values = self.subject.values(candidate, self.reused)
         restored = self.subject.score({**self.decided, **values}, self.evaluate)
         return _quality(self.original, restored, self.higher_is_better)
 
@@ -91,7 +91,7 @@ class PairedJudge:
     order: Sequence[int]
     group: Group
     judged_by: JudgedBy = "evaluate"
-    memory: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
+    reused: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
 
     def losses(
         self, candidate: CandidateWeights, known: Sequence[float], bounds: Bounds, lockstep: Lockstep
@@ -114,7 +114,7 @@ class PairedJudge:
                     break
             return 0.0
 
-        self.subject.score({**self.decided, **self.subject.values(candidate, self.memory)}, evaluate)
+        self.subject.score({**self.decided, **self.subject.values(candidate, self.reused)}, evaluate)
         return found
 
     def share(self, losses: Sequence[float]) -> float:
@@ -123,12 +123,16 @@ class PairedJudge:
 
     def quality(self, losses: Sequence[float]) -> MeasuredQuality:
         """Return the quality, estimated if these are not the numbers of all batches."""
-        original = mean(self.original)
-        restored = mean(losses) if len(losses) == len(self.order) else original + mean(self._differences(losses))
+        original = mean_of_batches(self.original)
+        restored = (
+            mean_of_batches(losses)
+            if len(losses) == len(self.order)
+            else original + mean_of_batches(self._differences(losses))
+        )
         return _quality(original, restored, self.higher_is_better)
 
     def _is_undecided(self, losses: Sequence[float], bounds: Bounds) -> bool:
-        size = abs(mean(self.original))
+        size = abs(mean_of_batches(self.original))
         sign = -1 if self.higher_is_better else 1
         worse = [sign * difference for difference in self._differences(losses)]
         return verdict(worse, len(self.order), bounds.low * size, bounds.high * size, bounds.error_rate) == "undecided"

@@ -32,14 +32,14 @@ class LiveModel:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def values(self, candidate: CandidateWeights, memory: ReusedMemory) -> dict[str, ParameterValues]:
+    def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> dict[str, ParameterValues]:
         """Return functions for the values of those weights of a candidate that are parameters of the model."""
         parameters = {PREFIX + name: parameter for name, parameter in named_parameters(self._model)}
         found: dict[str, ParameterValues] = {}
         for name, tensor in candidate.items():
             if (parameter := parameters.get(name)) is not None:
                 # Values of sharded parameters are copied into them, one after another, so their memory is not kept.
-                empty = kernels.empty if is_sharded(parameter) else partial(memory.empty, name)
+                empty = kernels.empty if is_sharded(parameter) else partial(reused.empty, name)
                 found[name] = partial(candidates.values, tensor, parameter.device, empty)
         return found
 

@@ -12,10 +12,10 @@ from dynaquant.ranks.group import Group
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.judge import Judge, PairedJudge
-from dynaquant.search.memory import SearchMemory
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.prepared import PreparedWeights
-from dynaquant.search.progress import bar_removed
+from dynaquant.search.search_log import bar_removed
+from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
 from dynaquant.search.subject import ParameterValues
 from dynaquant.search.trials import MixedScoresError, Trials, why_none_is_good_enough

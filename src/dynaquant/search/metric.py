@@ -19,13 +19,13 @@ from dynaquant.search.evaluation import (
     Evaluate,
     OnBatches,
     losses_on,
+    mean_of_batches,
     on_batches,
 )
-from dynaquant.search.evaluation import mean as mean_of_batches
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge, PairedJudge
-from dynaquant.search.noise import DEVIATIONS, Noise, mean
-from dynaquant.search.progress import foretell
+from dynaquant.search.noise import DEVIATIONS, Noise, mean_of_scores
+from dynaquant.search.search_log import foretell
 from dynaquant.search.sequential_test import FIRST_LOOK, order_of
 from dynaquant.search.subject import ParameterValues, Subject
 from dynaquant.training import rng
@@ -55,7 +55,7 @@ class OriginalScore:
 
 
 @dataclass(frozen=True)
-class _OnBatches:
+class _BatchNumbers:
     """The weights in training, evaluated batch by batch.
 
     losses: the number of each batch. repeats: whether the same batches gave the same numbers again, without a draw from
@@ -108,7 +108,7 @@ class UserMetric:
             return unusable("the metric of the weights in training is not finite", spent=spent)
         if (known := noise.after(counting)) is None:
             return unusable("the metric is noisy around 0, so no relative degradation can be measured", spent=spent)
-        return OriginalScore(mean(own), known.margin, communicates, spent=spent, noise=known, whole=True)
+        return OriginalScore(mean_of_scores(own), known.margin, communicates, spent=spent, noise=known, whole=True)
 
     def _scores(self, times: int, noise: Noise, number: int) -> list[float]:
         """Evaluate the weights in training so many times, as a whole."""
@@ -148,7 +148,7 @@ class UserMetric:
         value = mean_of_batches(own.losses)
         return OriginalScore(value, 0.0, communicates, losses=own.losses, spent=own.spent, noise=known)
 
-    def _evaluated_on_batches(self, metric: OnBatches, noise: Noise, number: int) -> _OnBatches:
+    def _evaluated_on_batches(self, metric: OnBatches, noise: Noise, number: int) -> _BatchNumbers:
         """Evaluate all batches once, and some again if the noise must be checked."""
         watched = self._group.watch_communication(losses_on)
         losses: list[float] = []
@@ -166,7 +166,7 @@ class UserMetric:
 
         self._subject.score({}, evaluate)
         repeats = not any(drew) and all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in again)
-        return _OnBatches(tuple(losses), repeats, 1 + len(again) / len(losses))
+        return _BatchNumbers(tuple(losses), repeats, 1 + len(again) / len(losses))
 
     def _on_all_ranks(self, evaluate: Callable[[], T]) -> tuple[T | None, Exception | None, list[T], bool]:
         """Evaluate the weights in training on every rank. Collective.

@@ -116,7 +116,7 @@ class Noise:
         return replace(self, saves_since=self.saves_since + 1)
 
 
-def mean(scores: Sequence[float]) -> float:
+def mean_of_scores(scores: Sequence[float]) -> float:
     """Return the mean. The mean of equal scores is that score, bit for bit."""
     return scores[0] if len(set(scores)) == 1 else math.fsum(score / len(scores) for score in scores)
 
@@ -127,6 +127,6 @@ def _squared_deviations(scores: Sequence[float]) -> float:
         return math.nan
     if len(set(scores)) == 1:
         return 0.0
-    center = mean(scores)
+    center = mean_of_scores(scores)
     relative = [(score - center) / abs(center) if center else math.inf for score in scores]
     return sum(deviation * deviation for deviation in relative)

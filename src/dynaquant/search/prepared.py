@@ -8,7 +8,7 @@ from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.engine.shards import Shards
 from dynaquant.search.decision import Found, Search
 from dynaquant.search.judge import DistortionJudge
-from dynaquant.search.memory import SearchMemory
+from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.trials import Quantizer, Trials
 
 

@@ -18,8 +18,8 @@ ParameterValues = Tensor | Callable[[], Tensor]
 class Subject(Protocol):
     """What a metric scores: the model of a training, or a state that was read. Weights have the names of the state."""
 
-    def values(self, candidate: CandidateWeights, memory: ReusedMemory) -> Mapping[str, ParameterValues]:
-        """Return the values of a candidate, for ``score``. memory: for the values of one candidate after another."""
+    def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> Mapping[str, ParameterValues]:
+        """Return the values of a candidate, for ``score``. reused: memory for one candidate after another."""
         ...
 
     def score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:

@@ -17,8 +17,8 @@ from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import Bounds, Judge, JudgedBy, PairedJudge
-from dynaquant.search.progress import SearchProgress
 from dynaquant.search.scores import MeasuredQuality, Trial
+from dynaquant.search.search_log import SearchLog
 from dynaquant.search.sequential_test import ERROR_RATE, ERROR_RATE_OF_MORE
 
 
@@ -70,7 +70,7 @@ class Trials:
         self._shares_kept: dict[Knobs, float | None] = {}
         self._losses: dict[Knobs, list[float]] = {}  # of candidates that were evaluated on some batches
         self._last_quantized: tuple[Knobs, Mapping[str, QuantizedTensor]] | None = None
-        self._progress = SearchProgress()
+        self._log = SearchLog()
         self._spent_on_zeros = 0.0
 
     @property
@@ -230,7 +230,7 @@ class Trials:
         for trial, quality in self._group.of_replicas(outcomes)[: len(configurations)]:
             self._scored[trial.configuration] = trial, quality
         if self._group.rank == 0:
-            self._progress.scored(len(self._scored))
+            self._log.scored(len(self._scored))
 
     def _try(
         self, configuration: Knobs, least_kept: float, bounds: Bounds, lockstep: Lockstep

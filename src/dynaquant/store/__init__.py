@@ -10,7 +10,7 @@ The files, in reading order:
 - ``layout.py``: the parts of a checkpoint, and where the boxes of its tensors are
 - ``content.py``: reads any part of an open file, on a disk or in memory
 - ``container.py``: one checkpoint file
-- ``memory.py``: an error that says how much memory a tensor needs
+- ``out_of_memory.py``: an error that says how much memory a tensor needs
 - ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share: their names, and opening them
 - ``chain.py``: opens all files of a checkpoint (parents, parts), and retries if the writer changes the run meanwhile
 - ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files

@@ -42,9 +42,9 @@ from dynaquant.store.writing import (
     Checkpoint,
     WrittenPart,
     base_of_boxes,
-    boxes_of,
     coder_of,
     plan_of,
+    read_boxes,
     with_parts,
     write_part,
     written_file,
@@ -317,7 +317,7 @@ class WritableRun(Run):
                 self._begin_parts()
                 own = plan.boxes_of(number)
                 beside = None if base is None else base_of_boxes(base, own)
-                written.append(write_part(self.parts_folder, own, boxes_of(chain, own), draft, beside, again=True)[0])
+                written.append(write_part(self.parts_folder, own, read_boxes(chain, own), draft, beside, again=True)[0])
             draft = with_parts(draft, plan, written)
             # All of the new parent is decoded, so that nothing is conditioned on a damaged checkpoint.
             beside = None if base is None or not whole else Base.from_loaded(base[0].header, load_all(base))

@@ -20,7 +20,7 @@ from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import sync, sync_parent
-from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.store.out_of_memory import explain_out_of_memory
 
 
 def verify(holder: CheckpointFile) -> None:

@@ -25,7 +25,7 @@ from dynaquant.store.chain import detect_run_changes, name_step_in_errors, neede
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Layout, Place, box_name, layout_of, sharded_hash
-from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.store.out_of_memory import explain_out_of_memory
 
 Tensors = dict[str, StoredTensor]
 
@@ -124,9 +124,9 @@ class _Reader:
         """
         needed = self._needed(wanted)
         tensors: Tensors = dict(self._decoded)
-        for level, boxes in reversed(list(enumerate(needed))):
+        for depth, boxes in reversed(list(enumerate(needed))):
             parents, tensors = tensors, {}
-            file = self._chain[level]
+            file = self._chain[depth]
             for name, stored in boxes.items():
                 entry = file.header.by_name[name]
                 parent = parents.get(name)
@@ -134,8 +134,8 @@ class _Reader:
                 overwrite = parent is not None and parent is not self._decoded.get(name)
                 tensors[name] = decode_entry(file, entry, parent, tensors, stored, overwrite)
                 if entry.scheme.is_reference:
-                    check_reference(file, entry, self._files[level + 1])
-            for name, stored in boxes.items() if level == 0 or all_ else ():
+                    check_reference(file, entry, self._files[depth + 1])
+            for name, stored in boxes.items() if depth == 0 or all_ else ():
                 if tensors[name] is self._decoded.get(name):
                     continue  # unchanged since it was checked
                 try:
@@ -149,12 +149,12 @@ class _Reader:
     def _needed(self, wanted: _Wanted) -> list[dict[str, list[StoredBox]]]:
         """Return, for each file that is needed, the boxes to decode there. A tensor comes after those it depends on."""
         found: list[dict[str, list[StoredBox]]] = []
-        for level, entries in enumerate(needed_entries(self._chain, wanted.keys())):
+        for depth, entries in enumerate(needed_entries(self._chain, wanted.keys())):
             asked, here = dict(wanted), dict[str, list[StoredBox]]()
             for entry in reversed(entries):
                 if entry.name not in asked:
                     continue
-                here[entry.name] = stored = self._stored(level, entry, asked[entry.name])
+                here[entry.name] = stored = self._stored(depth, entry, asked[entry.name])
                 if (other := entry.scheme.depends_on) is not None:
                     before = asked.get(other, ())
                     in_parts = entry.scheme.layout_number is not None
@@ -165,17 +165,17 @@ class _Reader:
             for name, stored in here.items():
                 needy = [each for each in stored if each.entry.needs_parent]
                 if needy:
-                    whole = needy[0].file is self._chain[level]
+                    whole = needy[0].file is self._chain[depth]
                     following[name] = None if whole else [each.box for each in needy]
             wanted = following
         return found
 
-    def _stored(self, level: int, entry: Entry, boxes: Sequence[Box] | None) -> list[StoredBox]:
+    def _stored(self, depth: int, entry: Entry, boxes: Sequence[Box] | None) -> list[StoredBox]:
         """Return the stored boxes that overlap the wanted ones."""
-        file = self._chain[level]
+        file = self._chain[depth]
         if (number := entry.scheme.layout_number) is None or boxes is None:
             return stored_boxes(file, entry)
-        key = level, number, tuple(boxes)
+        key = depth, number, tuple(boxes)
         if (places := self._places.get(key)) is None:
             whole = Box.whole(entry.shape)
             places = [

@@ -147,7 +147,7 @@ def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) 
     wrong: dict[str, str] = {}
     for entry in dependent_last(file.header.entries):
         try:
-            tensors[entry.name] = _decode_entry(file, entry, above, tensors, wrong)
+            tensors[entry.name] = _decode_with_parent(file, entry, above, tensors, wrong)
             _check(file, entry, above, tensors[entry.name])
         except CheckpointError as error:
             wrong[entry.name] = str(error)
@@ -165,7 +165,7 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
     return found
 
 
-def _decode_entry(
+def _decode_with_parent(
     file: CheckpointFile, entry: Entry, above: _Decoded | None, tensors: Tensors, wrong: dict[str, str]
 ) -> StoredTensor:
     other = entry.scheme.depends_on

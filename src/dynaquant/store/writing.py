@@ -230,7 +230,7 @@ Boxes = Mapping[tuple[str, Box], StoredTensor]
 """Stored tensors by the name of the tensor and the box."""
 
 
-def boxes_of(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]]) -> Boxes:
+def read_boxes(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]]) -> Boxes:
     """Read boxes of a checkpoint. chain: ``Run.chain`` of it."""
     by_name: dict[str, list[Box]] = {}
     for entry, box in own:
@@ -247,7 +247,7 @@ def base_of_boxes(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]])
         for entry, box in own
         if (known := header.by_name.get(entry.name)) and known.shape == entry.shape and not known.external
     ]
-    boxes = {box_name(name, box): stored for (name, box), stored in boxes_of(chain, there).items()}
+    boxes = {box_name(name, box): stored for (name, box), stored in read_boxes(chain, there).items()}
     return Base.of_boxes(Parent(header.step, header.identity), boxes)
 
 

@@ -13,7 +13,7 @@ from dynaquant.training.collect import parameter_names
 from dynaquant.training.optimizers import keys_of
 
 Kept = Literal["coarse", "fine", "always"]
-"""How a first moment may be kept, see ``Memory``."""
+"""How a first moment may be kept, see ``MomentWindow``."""
 LARGEST_FACTOR: Mapping[str, float] = {"exp_avg": 3.0, "momentum_buffer": 1.0}
 """By key of a first moment: the largest factor of its correction (method 3.2). 1 means no correction.
 
@@ -54,7 +54,7 @@ class MomentRule:
     """The first moment of an optimizer.
 
     key: of the moment in the state of a parameter. update: returns what a step does with the moments of a parameter
-    group. kept: how a moment with noise may be kept, see ``Memory``.
+    group. kept: how a moment with noise may be kept, see ``MomentWindow``.
     """
 
     key: str
@@ -78,8 +78,8 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Steps of training in a first moment: ``1 / (1 - β)``. lost: how many of them a restore without it loses.
+class MomentWindow:
+    """The steps of training that a first moment averages over. steps: ``1 / (1 - β)``. lost: by a restore without it.
 
     kept: "coarse" if even a coarse moment is better than none, "fine" if only a fine one is, "always" if a restore
     without it loses more than these steps.
@@ -91,29 +91,29 @@ class Memory:
 
 
 LOST_ANYWAY = 0.5
-"""The share of its memory that a training loses with a first moment that a restore corrects: from 0.2 to more than 1 in
+"""The share of its window that a training loses with a first moment that a restore corrects: from 0.2 to more than 1 in
 the trainings measured. SGD's momentum is not corrected, and loses no more (docs/decisions.md, "How much does a restore
 lose without first moments?")."""
 
 
-def memories_of(objects: Mapping[str, Any], corrected: bool) -> dict[str, Memory]:
-    """Return the memories of first moments by the name of their tensor, as far as β is known.
+def windows_of(objects: Mapping[str, Any], corrected: bool) -> dict[str, MomentWindow]:
+    """Return the windows of first moments by the name of their tensor, as far as β is known.
 
     objects: the objects of the training, by name. corrected: whether restores correct moments of zero.
     """
     return {
-        f"{name}.state.{key}": memory
+        f"{name}.state.{key}": window
         for name, names in parameter_names(objects).items()
-        for key, memory in memories_in(objects[name], keys_of(names), corrected).items()
+        for key, window in windows_in(objects[name], keys_of(names), corrected).items()
     }
 
 
-def memories_in(optimizer: Optimizer, keys: Sequence[Sequence[str | int]], corrected: bool) -> dict[str, Memory]:
-    """Return the memories of an optimizer's first moments by ``<key of the parameter>.<key of the moment>``.
+def windows_in(optimizer: Optimizer, keys: Sequence[Sequence[str | int]], corrected: bool) -> dict[str, MomentWindow]:
+    """Return the windows of an optimizer's first moments by ``<key of the parameter>.<key of the moment>``.
 
     keys: of the parameters in each group. corrected: whether restores correct moments of zero.
     """
-    memories: dict[str, Memory] = {}
+    windows: dict[str, MomentWindow] = {}
     rule = rule_of(optimizer)
     for group, keys_of_group in zip(optimizer.param_groups, keys, strict=True):
         slot, decay = _slot_and_decay(rule, group)
@@ -123,9 +123,9 @@ def memories_in(optimizer: Optimizer, keys: Sequence[Sequence[str | int]], corre
         share = 1.0
         if rule is not None and (corrected or rule.largest_factor <= 1):
             share = LOST_ANYWAY
-        memory = Memory(steps, share * steps, "coarse" if rule is None else rule.kept)
-        memories |= {f"{key}.{slot}": memory for key in keys_of_group}
-    return memories
+        window = MomentWindow(steps, share * steps, "coarse" if rule is None else rule.kept)
+        windows |= {f"{key}.{slot}": window for key in keys_of_group}
+    return windows
 
 
 def _slot_and_decay(rule: MomentRule | None, group: Mapping[str, Any]) -> tuple[str, float]:

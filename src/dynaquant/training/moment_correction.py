@@ -24,8 +24,8 @@ The corrected moment has the length of one that was never lost, so nothing jumps
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far the correction of one first moment is.
+class RebuiltMoment:
+    """How much of one first moment has been built up again.
 
     kept: the sum of the weights of the gradients that the moment contains. whole: the same sum without a restore.
     factor: by which the moment is multiplied now.
@@ -35,10 +35,10 @@ class Progress:
     whole: float
     factor: float = 1.0
 
-    def after_step(self, decay: float, largest: float) -> Progress:
-        """Return the progress after one more step. decay: β of this step. largest: the limit of the factor."""
+    def after_step(self, decay: float, largest: float) -> RebuiltMoment:
+        """Return the same after one more step. decay: β of this step. largest: the limit of the factor."""
         kept, whole = (decay * each + 1 - decay for each in (self.kept, self.whole))
-        return Progress(kept, whole, correction_factor(kept, whole, largest))
+        return RebuiltMoment(kept, whole, correction_factor(kept, whole, largest))
 
 
 class MomentCorrection:
@@ -62,14 +62,14 @@ class MomentCorrection:
 
     def __init__(self, optimizer: Optimizer, rule: MomentRule, dropped: Set[Tensor]) -> None:
         self._rule = rule
-        self._progress = {
-            parameter: Progress(0.0, whole)
+        self._rebuilt = {
+            parameter: RebuiltMoment(0.0, whole)
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter in dropped
             and (whole := _whole(optimizer.state.get(parameter, {}), rule.update(group).decay)) > 0
         }
-        self.count = len(self._progress)
+        self.count = len(self._rebuilt)
         """The number of corrected moments."""
         self.given_up = False
         """Whether the correction ended because the step is captured in a CUDA graph."""
@@ -82,23 +82,23 @@ class MomentCorrection:
     @property
     def active(self) -> bool:
         """Whether any moment is still to be corrected."""
-        return bool(self._progress)
+        return bool(self._rebuilt)
 
     def close(self) -> None:
         """End the correction and remove the hooks. Must not be called by a hook of the optimizer."""
-        self._progress.clear()
+        self._rebuilt.clear()
         while self._hooks:
             self._hooks.pop().remove()
 
     def _after_load(self, _: Optimizer) -> None:
-        self._progress.clear()
+        self._rebuilt.clear()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._progress:
+        if not self._rebuilt:
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self.given_up = True
-            self._progress.clear()
+            self._rebuilt.clear()
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -127,22 +127,22 @@ class MomentCorrection:
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         for group in optimizer.param_groups:
             update = self._rule.update(group)
-            same: dict[Progress, list[tuple[Tensor, Tensor, Tensor]]] = {}
+            same: dict[RebuiltMoment, list[tuple[Tensor, Tensor, Tensor]]] = {}
             for parameter in group["params"]:
-                if (gradient := parameter.grad) is None or (progress := self._progress.get(parameter)) is None:
+                if (gradient := parameter.grad) is None or (rebuilt := self._rebuilt.get(parameter)) is None:
                     continue
                 moment = optimizer.state.get(parameter, {}).get(self._rule.key)
                 if not isinstance(moment, Tensor) or gradient.layout != torch.strided or not 0 < update.decay < 1:
-                    del self._progress[parameter]
+                    del self._rebuilt[parameter]
                 else:
-                    same.setdefault(progress, []).append((parameter, gradient, moment))
+                    same.setdefault(rebuilt, []).append((parameter, gradient, moment))
             for before, members in same.items():
                 after = before.after_step(update.decay, self._rule.largest_factor)
                 _change(members, before, after, update, unscale)
                 for parameter, _, _ in members:
-                    self._progress[parameter] = after
+                    self._rebuilt[parameter] = after
                     if after.factor <= _LAST_FACTOR:
-                        del self._progress[parameter]
+                        del self._rebuilt[parameter]
 
 
 class MomentCorrections:
@@ -212,12 +212,12 @@ class MomentCorrections:
 
 def _change(
     members: Sequence[tuple[Tensor, Tensor, Tensor]],
-    before: Progress,
-    after: Progress,
+    before: RebuiltMoment,
+    after: RebuiltMoment,
     update: MomentUpdate,
     unscale: float,
 ) -> None:
-    """Change moments of equal progress. members: parameters, gradients and moments. unscale: factor of gradients."""
+    """Change moments of equal state. members: parameters, gradients and moments. unscale: factor of gradients."""
     # Of DTensors, what this rank holds of them: one list may have plain tensors, too.
     parameters, gradients, moments = ([local_of(each) for each in column] for column in zip(*members, strict=True))
     share = (after.factor - 1) * update.gain / update.decay

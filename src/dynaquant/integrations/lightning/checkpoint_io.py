@@ -29,9 +29,9 @@ from dynaquant.integrations.lightning.paths import (
 )
 from dynaquant.integrations.lightning.training import Steps, Training
 from dynaquant.integrations.versions import check_version
-from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
-from dynaquant.options import Quality, QualityName, values_of
+from dynaquant.interop.whole_state import WholeState
+from dynaquant.options import Quality, QualityName, options_of
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.log_to import in_one_line
@@ -40,7 +40,7 @@ from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.record import record_of
 from dynaquant.saving.source import Source
 from dynaquant.saving.timing import timed
-from dynaquant.saving.training_budget import Progress, has_schedule, mean_learning_rate
+from dynaquant.saving.training_budget import TrainingPosition, has_schedule, mean_learning_rate
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
 from dynaquant.state.subclasses import is_wrapper
@@ -110,7 +110,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             raise ValueError(f'exact must be "best" or None, not {exact!r}; to store all exactly, use "lossless"')
         self._exact = exact
         takes, also = ("max_degradation", "training_budget", "expected_restores"), ("method", "configuration")
-        self._quality = values_of("CheckpointIO", deprecated, quality, takes=takes, also=also).quality
+        self._quality = options_of("CheckpointIO", deprecated, quality, takes=takes, also=also).quality
         self._preset, self._higher_is_better = PRESETS[self._quality.preset], higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
         self._memory = Memory.at_start(self._quality)
@@ -217,16 +217,16 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             replaced = None
         tree, tensors = self._flat(checkpoint)
         base = base_for(run, place, replaced)
-        memory, steps, progress, is_restored = self._at(checkpoint)
+        memory, steps, position, is_restored = self._at(checkpoint)
         weights, averages = self._weights_and_averages(tree)
         packer = self._packer(_of_weights_in_training(metric) if metric is not None and averages else metric, memory)
         if base is not None and not is_restored and base.parent.identity != self._written:
             packer.continue_from(run.file(base.parent.step).header, base.tensors)
         details = {"name": place.name}
-        file = ModelFile("torch", tree, tensors, details, weights, averages)
+        state = WholeState("torch", tree, tensors, details, weights, averages)
         tag = _tag_of_best(checkpoint, place)
-        source = self._source(packer, file, steps.between, progress, tag is not None and self._exact is not None)
-        packed = packer.checkpoint(file, free_step(run, checkpoint), source, steps.between)
+        source = self._source(packer, state, steps.between, position, tag is not None and self._exact is not None)
+        packed = packer.checkpoint(state, free_step(run, checkpoint), source, steps.between)
         if packed.lossless_copy is not None:
             exact = packed.record["configuration"] is None  # the checkpoint itself has the weights exactly
             packed = replace(packed, lossless_copy=None) if exact else _with_exact_weights(packed)
@@ -244,11 +244,11 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if replaced is not None:
             delete_unnamed(run, replaced.step)
 
-    def _at(self, checkpoint: Mapping[str, Any]) -> tuple[Memory, Steps, Progress | None, bool]:
+    def _at(self, checkpoint: Mapping[str, Any]) -> tuple[Memory, Steps, TrainingPosition | None, bool]:
         """Return what the training remembers, how far it is, and whether it has just been restored."""
-        memory, steps, progress, is_restored = self._memory, self._steps, None, False
+        memory, steps, position, is_restored = self._memory, self._steps, None, False
         if self._preset is None:
-            return memory, steps, progress, is_restored
+            return memory, steps, position, is_restored
         groups = [group for each in checkpoint.get("optimizer_states") or () for group in each.get("param_groups", ())]
         rate = mean_learning_rate(groups, [len(group["params"]) for group in groups])
         if self._loaded is not None:
@@ -262,22 +262,27 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if groups:  # no training goes on from a checkpoint without optimizers (``save_weights_only=True``)
             step = checkpoint.get("global_step", 0)
             scaled = self._training is not None and self._training.scaled_by_rate
-            steps, progress = steps.at(step), Progress(step, rate, has_schedule(groups), scaled)
-        return memory, steps, progress, is_restored
+            steps, position = steps.at(step), TrainingPosition(step, rate, has_schedule(groups), scaled)
+        return memory, steps, position, is_restored
 
     def _source(
-        self, packer: Packer, file: ModelFile, interval: int | None, progress: Progress | None, exact_weights: bool
+        self,
+        packer: Packer,
+        state: WholeState,
+        interval: int | None,
+        position: TrainingPosition | None,
+        exact_weights: bool,
     ) -> Source:
         """Return a checkpoint of Lightning as a source. interval: steps between two saves, if known."""
         if self._training is None or self._preset is None:
-            source = packer.source(file)
+            source = packer.source(state)
         else:
-            source = packer.source(file, self._training.exact_optimizers())
+            source = packer.source(state, self._training.exact_optimizers())
             source = replace(source, first_tolerances=self._training.first_tolerances(self._preset, interval))
         exact: set[str] = set()
         if exact_weights:
             exact = {name for name, label in source.labels.items() if label.role in ("weight", "average")}
-        return replace(source, progress=None if progress is None else lambda: progress, copied_exactly=exact)
+        return replace(source, position=None if position is None else lambda: position, copied_exactly=exact)
 
     def _function(self) -> Metric | None:
         metric, training = self._metric, self._training

@@ -28,7 +28,7 @@ from dynaquant.saving.training_budget import scaled_by_rate
 from dynaquant.state.tree import dict_items
 from dynaquant.store.container import Header
 from dynaquant.training import rng
-from dynaquant.training.first_moments import Memory, corrected_keys, memories_in
+from dynaquant.training.first_moments import MomentWindow, corrected_keys, windows_in
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.moment_uses import exact_optimizers
 
@@ -113,13 +113,13 @@ class Training(Callback):  # type: ignore[misc]
 
     def first_tolerances(self, preset: Preset, interval: int | None) -> dict[str, float]:
         """Return the tolerances of first moments by their names in a checkpoint. interval: steps between two saves."""
-        memories: dict[str, Memory] = {}
+        windows: dict[str, MomentWindow] = {}
         for number, optimizer in enumerate(self._trainer.optimizers if self._trainer is not None else ()):
             count = itertools.count()
             keys = [[str(next(count)) for _ in group["params"]] for group in optimizer.param_groups]
-            found = memories_in(optimizer, keys, corrected=True)
-            memories |= {f"optimizer_states.{number}.state.{key}": memory for key, memory in found.items()}
-        return tolerances_of(memories, preset, interval)
+            found = windows_in(optimizer, keys, corrected=True)
+            windows |= {f"optimizer_states.{number}.state.{key}": window for key, window in found.items()}
+        return tolerances_of(windows, preset, interval)
 
     def exact_optimizers(self) -> dict[str, str]:
         """Return the optimizers whose moments are stored exactly, by name in a checkpoint, each with the reason."""

@@ -8,7 +8,7 @@
 The files, in reading order:
 
 - ``options.py``: what the argument ``dynaquant`` of ``Trainer`` may hold
-- ``progress.py``: what a Trainer remembers from step to step, as an extra of a checkpoint
+- ``trainer_extra.py``: what a Trainer remembers from step to step, as an extra of a checkpoint
 - ``untouched.py``: puts back what the metric of a checkpoint has changed in a Trainer
 - ``metric.py``: what measures a checkpoint: the loss on a part of the evaluation set, or another number
 - ``resume.py``: finds the checkpoint that ``resume_from_checkpoint`` asks for

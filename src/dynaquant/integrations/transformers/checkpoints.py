@@ -24,8 +24,8 @@ from dynaquant.integrations.transformers.metric import (
     without_traces,
 )
 from dynaquant.integrations.transformers.options import OF_RESTORE, Options
-from dynaquant.integrations.transformers.progress import NAME, Progress
 from dynaquant.integrations.transformers.resume import Asked, has_checkpoints, trainer_state
+from dynaquant.integrations.transformers.trainer_extra import NAME, TrainerExtra
 from dynaquant.saving.record import record_of
 from dynaquant.state.tree import dict_items
 from dynaquant.state.wrappers import named_parameters
@@ -57,7 +57,7 @@ class Checkpoints:
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer, self._options = trainer, options
-        self._progress = Progress(trainer)
+        self._extra = TrainerExtra(trainer)
         self._open = ExitStack()
         self._checkpointer: Checkpointer | None = None
         self._run = Path()
@@ -120,7 +120,7 @@ class Checkpoints:
                     self._run,
                 )
             self._make_checkpointer()
-        self._progress.resume()
+        self._extra.resume()
 
     def restore(self) -> None:
         """Make the ``Checkpointer`` and restore everything but the random number generators.
@@ -184,7 +184,7 @@ class Checkpoints:
         is_best = state.best_global_step == state.global_step
         if is_best:
             state.best_model_checkpoint = str(self._run)
-        self._progress.update(self._run.parent)
+        self._extra.update(self._run.parent)
         checkpointer.save(state.global_step, exact_weights=is_best and self._keeps_best)
         if is_best:
             self._best = state.global_step
@@ -212,7 +212,7 @@ class Checkpoints:
         self._open.close()  # of a training that began again with smaller batches
         trainer = self._trainer
         options: dict[str, Any] = {name: value for name, value in self._options.items() if name not in OF_RESTORE}
-        extras = {NAME: self._progress, **(options.pop("extras", None) or {})}
+        extras = {NAME: self._extra, **(options.pop("extras", None) or {})}
         if not trainer.args.save_only_model:
             extras["scheduler"] = trainer.lr_scheduler
             if getattr(trainer.accelerator, "scaler", None) is not None:

@@ -15,7 +15,7 @@ from transformers import trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 
 from dynaquant.errors import CheckpointError
-from dynaquant.integrations.transformers.progress import beside_in, ordinary_checkpoint, state_in
+from dynaquant.integrations.transformers.trainer_extra import beside_in, ordinary_checkpoint, state_in
 from dynaquant.store.pointers import RUN_FOLDER
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag

@@ -33,7 +33,7 @@ def untouched(trainer: Any) -> Iterator[None]:
     called meanwhile.
     """
     handler = trainer.callback_handler
-    before = _Held(trainer)
+    before = _PlainValues(trainer)
     trainer.callback_handler = CallbackHandler(
         [DefaultFlowCallback()], handler.model, handler.processing_class, handler.optimizer, handler.lr_scheduler
     )
@@ -46,7 +46,7 @@ def untouched(trainer: Any) -> Iterator[None]:
         before.put_back()
 
 
-class _Held:
+class _PlainValues:
     """What is plain in an object, as it is now."""
 
     def __init__(self, thing: Any) -> None:

@@ -21,7 +21,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Found, Search
 from dynaquant.search.displacement import keeps_enough
 from dynaquant.search.judge import DistortionJudge, JudgedBy
-from dynaquant.search.memory import SearchMemory
+from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.trials import Trials
 from dynaquant.training.gradients import sum_of_squares
 

@@ -87,7 +87,7 @@ class _Scored:
         return [k for k, degradation in self.degradations.items() if not degradation <= self.limit]
 
 
-def level_of(degradations: Mapping[int, float], limit: float) -> float | None:
+def degradation_at_scale_1(degradations: Mapping[int, float], limit: float) -> float | None:
     """Return the degradation at the scale 1, as the second-order model says: the median over exponents.
 
     degradations: by exponent. One beyond CLIFF times the limit counts as CLIFF times the limit. None if none is finite,
@@ -100,33 +100,33 @@ def level_of(degradations: Mapping[int, float], limit: float) -> float | None:
         for exponent, value in degradations.items()
         if math.isfinite(value)
     ]
-    level = statistics.median(known) if known else math.nan
-    return level if math.isfinite(level) else None
+    median = statistics.median(known) if known else math.nan
+    return median if math.isfinite(median) else None
 
 
-def expected_exponent(levels: Sequence[float], limit: float) -> int | None:
+def expected_exponent(at_scale_1: Sequence[float], limit: float) -> int | None:
     """Return the exponent at which a degradation near the limit is expected.
 
-    levels: of several checkpoints, the newest last. Their mean counts, but the older ones change what the newest says
-    by MOST_CHANGED at most. None if the metric does not tell: it was no worse with quantized weights, at the newest
-    checkpoint and on average, or nothing is allowed.
+    at_scale_1: ``degradation_at_scale_1`` of several checkpoints, the newest last. Their mean counts, but the older
+    ones change what the newest says by MOST_CHANGED at most. None if the metric does not tell: it was no worse with
+    quantized weights, at the newest checkpoint and on average, or nothing is allowed.
     """
-    if not levels or limit <= 0:
+    if not at_scale_1 or limit <= 0:
         return None
-    mean = sum(level / len(levels) for level in levels)  # fmean overflows at sums of large ones
-    together, newest = _exponent_for(mean, limit), _exponent_for(levels[-1], limit)
+    mean = sum(each / len(at_scale_1) for each in at_scale_1)  # fmean overflows at sums of large ones
+    together, newest = _exponent_for(mean, limit), _exponent_for(at_scale_1[-1], limit)
     expected = min(max(together, newest - MOST_CHANGED), newest + MOST_CHANGED) if newest < math.inf else together
     return math.floor(expected) if expected < math.inf else None
 
 
-def _exponent_for(level: float, limit: float) -> float:
+def _exponent_for(at_scale_1: float, limit: float) -> float:
     # The quotient could overflow.
-    return (math.log2(TARGET) + math.log2(limit) - math.log2(level)) / _POWER if level > 0 else math.inf
+    return (math.log2(TARGET) + math.log2(limit) - math.log2(at_scale_1)) / _POWER if at_scale_1 > 0 else math.inf
 
 
-def first_exponent(last: int, levels: Sequence[float], limit: float) -> int:
-    """Return the exponent to score first. last: the result of the last search. levels: see ``expected_exponent``."""
-    expected = expected_exponent(levels, limit)
+def first_exponent(last: int, at_scale_1: Sequence[float], limit: float) -> int:
+    """Return the exponent to score first. last: found by the last search. at_scale_1: see ``expected_exponent``."""
+    expected = expected_exponent(at_scale_1, limit)
     if expected is None or last - LARGEST_LOSS <= expected <= last + LARGEST_GAIN:
         return last
     return min(max(expected, last - LONGEST_MOVE), last + LONGEST_MOVE)
@@ -144,7 +144,7 @@ def scale_search(
 ) -> int | None:
     """Return an exponent near the largest one whose degradation is at most ``limit``; None if there is none.
 
-    start: is scored first. earlier: the levels (``level_of``) of the last checkpoints; None if ``start`` was not found
+    start: is scored first. earlier: ``degradation_at_scale_1`` of the last checkpoints; None if ``start`` was not found
     by an earlier search. With them, ``start`` is left only for exponents that these checkpoints together expect. A
     degradation measured on few data goes up and down with the scale, by luck: a search that takes the largest exponent
     that is good enough here and now finds luck, which the restored training does not have. So does one that takes the
@@ -214,8 +214,8 @@ def _larger(scored: _Scored, good: int, bad: int | None, rounds: int, earlier: S
 
 
 def _expected(scored: _Scored, earlier: Sequence[float]) -> int | None:
-    level = level_of(scored.degradations, scored.limit)
-    return expected_exponent([*earlier, *([] if level is None else [level])], scored.limit)
+    now = degradation_at_scale_1(scored.degradations, scored.limit)
+    return expected_exponent([*earlier, *([] if now is None else [now])], scored.limit)
 
 
 def _predicted_move(scored: _Scored, at: int, bad: int | None) -> int:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from dynaquant.engine.quantize.grid_weights import GridWeights
 from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, in_short
-from dynaquant.methods.grid.scale_search import LONGEST_MOVE, first_exponent, level_of, scale_search
+from dynaquant.methods.grid.scale_search import LONGEST_MOVE, degradation_at_scale_1, first_exponent, scale_search
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found
-from dynaquant.search.history import LEVELS, History, LastScale
+from dynaquant.search.history import REMEMBERED, History, LastScale
 from dynaquant.search.judge import DISTORTION_SCALE
 from dynaquant.search.trials import Trials
 
@@ -26,9 +26,9 @@ def history_after(
     """Return the history after a search for a limit. degradations: of the scale exponents that were scored."""
     # The finest grid is scored after a search that found nothing. Noise is all that such a score tells.
     near = {k: value for k, value in degradations.items() if abs(k - found.scale) <= LONGEST_MOVE}
-    level = level_of(near, limit)
-    levels = (*(history.scale.levels if history.scale else ()), *(() if level is None else (level,)))
-    return replace(history, scale=LastScale(found.scale, levels[-LEVELS:]))
+    now = degradation_at_scale_1(near, limit)
+    at_scale_1 = (*(history.scale.at_scale_1 if history.scale else ()), *(() if now is None else (now,)))
+    return replace(history, scale=LastScale(found.scale, at_scale_1[-REMEMBERED:]))
 
 
 def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, gave_up: bool) -> Found:
@@ -59,7 +59,7 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
 
     earlier: Sequence[float] | None = None
     if last is not None:
-        start, earlier = first_exponent(last.exponent, last.levels, limit), last.levels
+        start, earlier = first_exponent(last.exponent, last.at_scale_1, limit), last.at_scale_1
     else:
         start = weights.scale_exponent_for(limit / DISTORTION_SCALE) if limit > 0 else finest
     rounded = GridConfiguration(min(max(start, finest), coarsest))

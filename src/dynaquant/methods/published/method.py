@@ -15,12 +15,12 @@ from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weigh
 from dynaquant.engine.quantize.knobs import Configuration, Knobs
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.methods.method import WeightsToPrepare
-from dynaquant.methods.published.search import keeps_enough, search_published
+from dynaquant.methods.published.search import clusters_keep_enough, search_published
 from dynaquant.methods.published.size import SizeModel
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Found, Search
 from dynaquant.search.judge import DistortionJudge
-from dynaquant.search.memory import SearchMemory
+from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.trials import Trials
 from dynaquant.training.gradients import moving_average
 
@@ -105,5 +105,5 @@ class PreparedForClusters:
         """Return what the next search starts from. Far from the restored weights, nothing needs protection any more."""
         assert isinstance(found, Configuration)
         trial = trials.trial(found)
-        restored = {} if trial.progress is not None and keeps_enough(trial) else memory.restored
+        restored = {} if trial.progress is not None and clusters_keep_enough(trial) else memory.restored
         return replace(memory, history=memory.history.after_configuration(limit, found), restored=restored)

@@ -22,7 +22,7 @@ LEAST_KEPT = 0.95
 keeps all of it on average: clusters would need far more bins."""
 
 
-def keeps_enough(trial: Trial) -> bool:
+def clusters_keep_enough(trial: Trial) -> bool:
     """Return whether a configuration keeps enough of the displacement since a restore, if there was one."""
     return trial.keeps(LEAST_KEPT)
 
@@ -43,7 +43,7 @@ def search_published(
     if found is None:
         return NOTHING_GOOD_ENOUGH
     good_enough = space.configuration(found)
-    if keeps_enough(trials.trial(good_enough)):
+    if clusters_keep_enough(trials.trial(good_enough)):
         return Found(search, good_enough, good_enough)
     chosen = _keeping_enough(space, sizes, trials, found)
     instead = (

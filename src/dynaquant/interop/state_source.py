@@ -18,7 +18,7 @@ from dynaquant.engine.quantize.step_limits import StepLimits
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import EvaluateError
 from dynaquant.interop import inferred_roles
-from dynaquant.interop.model_file import ModelFile
+from dynaquant.interop.whole_state import WholeState
 from dynaquant.saving.source import Source
 from dynaquant.search.evaluation import Evaluate, number_of
 from dynaquant.search.judge import Judge
@@ -33,13 +33,13 @@ Tell = Callable[[str], None]
 """Called with texts that report progress."""
 
 
-def source_of(file: ModelFile, vectors: bool, exact_optimizers: Mapping[str, str]) -> Source:
+def source_of(state: WholeState, vectors: bool, exact_optimizers: Mapping[str, str]) -> Source:
     """Return a state as a source. Roles and F are inferred from names, places in the tree and second moments.
 
     vectors: whether tensors of one dimension are weights. exact_optimizers: names of optimizers in the state whose
     moments are stored exactly, each with the reason.
     """
-    labels = inferred_roles.labels(file.tree, file.tensors, vectors, file.weights, file.averages)
+    labels = inferred_roles.inferred_labels(state.tree, state.tensors, vectors, state.weights, state.averages)
     exact = tuple(f"{name}." for name in exact_optimizers)
     labels |= {name: Label("exact") for name in labels if name.startswith(exact)}
     notes = [
@@ -49,27 +49,27 @@ def source_of(file: ModelFile, vectors: bool, exact_optimizers: Mapping[str, str
 
     def mean_squares(_weights: Mapping[str, Tensor]) -> Mapping[str, float]:
         # If weights are not in the model's order, moments could be matched with the wrong weights.
-        return inferred_roles.mean_squared_gradients(file.tree, file.tensors, labels) if file.in_order else {}
+        return inferred_roles.mean_squared_gradients(state.tree, state.tensors, labels) if state.in_order else {}
 
     return Source(
-        tensors=file.tensors,
+        tensors=state.tensors,
         labels=labels,
         on_access=True,
         vectors_count_more=True,
         mean_squares=mean_squares,
-        notes=[*file.notes, *notes],
+        notes=[*state.notes, *notes],
     )
 
 
-class StateOfFile:
+class StateSubject:
     """A state as the ``Subject`` of a metric, which gets it as ``dynaquant.load`` would return it."""
 
-    def __init__(self, file: ModelFile, tell: Tell) -> None:
-        self._file, self._tell, self._count = file, tell, itertools.count(1)
+    def __init__(self, state: WholeState, tell: Tell) -> None:
+        self._state, self._tell, self._count = state, tell, itertools.count(1)
 
-    def values(self, candidate: CandidateWeights, memory: ReusedMemory) -> dict[str, ParameterValues]:
+    def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> dict[str, ParameterValues]:
         """Return functions for the values of a candidate's weights."""
-        return {name: partial(values, tensor, HOST, partial(memory.empty, name)) for name, tensor in candidate.items()}
+        return {name: partial(values, tensor, HOST, partial(reused.empty, name)) for name, tensor in candidate.items()}
 
     def score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
         """Return the metric of the state with other values for some tensors. It may write to what it gets.
@@ -89,7 +89,7 @@ class StateOfFile:
 
     def _score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
         self._tell(f"evaluating: {next(self._count)}")
-        tensors = self._file.tensors
+        tensors = self._state.tensors
 
         def copied(name: str) -> Tensor:
             value = values.get(name)
@@ -100,8 +100,8 @@ class StateOfFile:
         before = Snapshot(nn.Module())
         try:
             with torch.no_grad():
-                state = unflatten(self._file.tree, {name: copied(name) for name in tensor_names_in(self._file.tree)})
-                return number_of(evaluate(state), "the metric")
+                copy = unflatten(self._state.tree, {name: copied(name) for name in tensor_names_in(self._state.tree)})
+                return number_of(evaluate(copy), "the metric")
         finally:
             before.put_back_surely()
 

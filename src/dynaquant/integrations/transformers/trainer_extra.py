@@ -23,7 +23,7 @@ NAME = "trainer"
 """The name of the extra."""
 
 
-class Progress:
+class TrainerExtra:
     """The ``TrainerState`` of a Trainer, the loss that it has added up since it last logged one, and what lay beside.
 
     Transformers does not keep the second, so a resumed training would log another loss, unless every save is a multiple
@@ -97,15 +97,15 @@ def ordinary_checkpoint(folder: Path) -> OrdinaryCheckpoint | None:
 
 def state_in(file: CheckpointFile) -> str | None:
     """Return the ``TrainerState`` of a checkpoint as JSON. None if no Trainer saved the checkpoint."""
-    progress = _progress_in(file)
-    return None if progress is None else json.dumps(progress["state"])
+    extra = _extra_in(file)
+    return None if extra is None else json.dumps(extra["state"])
 
 
 def beside_in(file: CheckpointFile) -> str | None:
     """Return the fingerprint of the ``OrdinaryCheckpoint`` that lay beside the run when a checkpoint was saved."""
-    return (_progress_in(file) or {}).get("beside")
+    return (_extra_in(file) or {}).get("beside")
 
 
-def _progress_in(file: CheckpointFile) -> dict[str, Any] | None:
+def _extra_in(file: CheckpointFile) -> dict[str, Any] | None:
     node = dict(dict_items(file.header.tree)).get(NAME)
     return None if node is None else unflatten(node, {})

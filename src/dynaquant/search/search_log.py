@@ -31,7 +31,7 @@ def foretell(seconds: float) -> None:
         _BAR.draw(1, TYPICAL, f"about {duration((TYPICAL - 1) * seconds)} left")
 
 
-class SearchProgress:
+class SearchLog:
     """Logs a line at INFO after ``FIRST`` seconds, then each time the search has taken twice as long.
 
     On a terminal it also draws a bar, once evaluations are long, and removes it at the end. Both happen between two

@@ -1,4 +1,4 @@
-"""What another program's file or folder holds, whatever its format."""
+"""A whole state that was read from a file or folder, or handed over: its tree and tensors, whatever the format."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DCP_METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
-class ModelFile:
-    """A state that another program has written.
+class WholeState:
+    """A whole state: what another program has written, or what was handed over.
 
     tree, tensors: as ``flatten`` returns them. Tensors may be read on access, so a file need not fit into memory.
     Tensors that the tree does not name are files that are stored byte for byte. details: what else is needed to write
@@ -37,6 +37,6 @@ class ModelFile:
     notes: tuple[str, ...] = ()
 
     @property
-    def source(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Any]:
         """The entry ``source`` of the record, from which the same file can be written again."""
         return {"format": self.format, **self.details}
