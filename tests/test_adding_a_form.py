@@ -46,7 +46,7 @@ class SignTensor(Form):
     magnitude: float
     negative: NDArray
 
-    def pieces(self, size, device):
+    def pieces(self, size, device, out=None):  # noqa: ARG002 - may be ignored
         for begin in range(0, self.negative.size, size):
             negative = torch.from_numpy(self.negative[begin : begin + size]).to(device)
             yield torch.where(negative, -self.magnitude, self.magnitude).to(self.dtype)

@@ -33,7 +33,8 @@ from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.store.chain import retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
-from dynaquant.store.reading import load_boxes, places_of
+from dynaquant.store.decoding import places_of
+from dynaquant.store.reading import load_boxes
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaquant import _native
 from dynaquant.engine.forms.patchwork import patchwork
 from dynaquant.engine.forms.stored import in_one
 from dynaquant.engine.tensors.box import Box
@@ -63,7 +64,7 @@ def load_shards(
     """
     chain, names = run.chain(file), [entry.name for entry in file.header.entries if entry.name not in leave_out]
     shards = {n: shard_of(targets[n]) for n in names if n in targets and not file.header.by_name[n].omitted}
-    found = load_all(chain, [name for name in names if name not in shards])
+    found = load_all(chain, [name for name in names if name not in shards], _native.threads())
     wanted = {name: [box for box, _ in shard.boxes] for name, shard in shards.items()}
     wanted.update({name: [Box.whole(shard.shape)] for name, shard in shards.items() if not shard.shape.numel()})
     for name, stored in load_boxes(chain, wanted.items()):

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
+from dynaquant import _native
 from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
@@ -25,7 +26,7 @@ from dynaquant.store.files import user_path
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.out_of_memory import explain_out_of_memory
 from dynaquant.store.pointers import Pointer, found_at, run_at
-from dynaquant.store.reading import Tensors, load_all, load_tensor
+from dynaquant.store.reading import Tensors, load_all, load_tensor, load_values
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
 
@@ -101,7 +102,7 @@ class StoredCheckpoint:
 
     def stored(self) -> Tensors:
         """Return all tensors as they are stored, each checked against its hash."""
-        return load_all(self.chain)
+        return load_all(self.chain, threads=_native.threads())
 
     def state(self, part: str | None = None, device: torch.device | None = None) -> Any:
         """Return the whole state, or the part at a path in it, as ``load`` does.
@@ -114,9 +115,7 @@ class StoredCheckpoint:
             node = self._node_of(part)
             names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in self._names]
         with self._noting_damage():
-            tensors = load_all(self.chain, names)
-            with explain_out_of_memory(self.file, *self.file.header.entries):
-                values = {name: values_of(stored) for name, stored in tensors.items() if name in self._names}
+            values = load_values(self.chain, self._names if names is None else names, _native.threads())
         return built_from(self.file, node, values, device)
 
     def _node_of(self, part: str) -> Any:

@@ -14,8 +14,9 @@ The files, in reading order:
 - ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share: their names, and opening them
 - ``chain.py``: opens all files of a checkpoint (parents, parts), and retries if the writer changes the run meanwhile
 - ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files
-- ``reading.py``: decodes tensors, or boxes of them, from a file, its parts and its parents
+- ``decoding.py``: decodes one entry of a file
 - ``in_order.py``: several tensors at a time, in their order
+- ``reading.py``: decodes tensors, or boxes of them, from a file, its parts and its parents
 - ``writing.py``: encodes a checkpoint, or a part of one, to a file, and verifies the file
 - ``single_file.py``: writes a checkpoint file outside of runs
 - ``catalogue.py``: what a listing says of each checkpoint, in one file

@@ -6,37 +6,38 @@ parts. A process reads only the boxes that overlap what it asks for, and of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain as joined
 from pathlib import Path
+from typing import TypeVar
 
-import torch
+from torch import Tensor
 
-from dynaquant.engine.forms.form import Coded, StoredTensor, stored_equal
-from dynaquant.engine.forms.patchwork import Patchwork, patchwork
-from dynaquant.engine.forms.registry import decode, decodes_to
-from dynaquant.engine.forms.stored import cut, in_one, known_by, stored_hash
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.stored import cut, values_of, values_with_hash
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named
 from dynaquant.errors import CheckpointError
 from dynaquant.garbage import collection_paused
-from dynaquant.store import frozen_tensors
-from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries, open_part
+from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries
 from dynaquant.store.container import CheckpointFile
+from dynaquant.store.decoding import (
+    StoredBox,
+    WrongValuesError,
+    check_reference,
+    check_values,
+    decode_entry,
+    places_of,
+    stored_boxes,
+    wrong_values,
+)
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import Layout, Place, box_name, layout_of, sharded_hash
+from dynaquant.store.in_order import in_order
+from dynaquant.store.layout import Place
 from dynaquant.store.out_of_memory import explain_out_of_memory
 
+T = TypeVar("T")
 Tensors = dict[str, StoredTensor]
-
-
-@dataclass(frozen=True)
-class StoredBox:
-    """A box of a tensor: the file that holds it, and its entry there."""
-
-    file: CheckpointFile
-    entry: Entry
-    box: Box
 
 
 def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
@@ -56,28 +57,39 @@ def error_with_step(step: int, path: Path, text: str) -> CheckpointError:
     return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
 
 
-def load_all(chain: list[CheckpointFile], names: Collection[str] | None = None) -> Tensors:
+def load_all(chain: list[CheckpointFile], names: Collection[str] | None = None, threads: int = 1) -> Tensors:
     """Decode the tensors of the first file of a chain and check each against its hash.
 
-    names: of the tensors to decode, by default all.
+    names: of the tensors to decode, by default all. threads: how many tensors are decoded at a time.
 
     Raises CheckpointError, naming file and tensor, if a tensor cannot be decoded or has other values than were stored.
     """
     file = chain[0]
     with name_step_in_errors(file), detect_run_changes(chain):
-        return load_tensors(chain, [entry.name for entry in file.header.entries] if names is None else names)
+        return load_tensors(chain, file.header.by_name if names is None else names, threads=threads)
+
+
+@collection_paused()
+def load_values(chain: list[CheckpointFile], names: Collection[str] | None, threads: int) -> dict[str, Tensor]:
+    """Return the values of what ``load_all`` returns, in less time: each value is computed once, and then hashed."""
+    file = chain[0]
+    with name_step_in_errors(file), detect_run_changes(chain):
+        return _Reader(chain, threads=threads).read_values(file.header.by_name if names is None else names)
 
 
 @collection_paused()
 def load_tensors(
-    chain: list[CheckpointFile], names: Collection[str], decoded: Mapping[str, StoredTensor] | None = None
+    chain: list[CheckpointFile],
+    names: Collection[str],
+    decoded: Mapping[str, StoredTensor] | None = None,
+    threads: int = 1,
 ) -> Tensors:
     """Decode tensors of the first file of a chain, and of its ancestors as far as needed.
 
     Returns them in the order of ``names``. decoded: tensors of the last file of the chain, decoded and checked before.
-    That file is not read then.
+    That file is not read then. threads: how many tensors are decoded at a time.
     """
-    tensors = _Reader(chain, decoded).read(dict.fromkeys(names))
+    tensors = _Reader(chain, decoded, threads).read(dict.fromkeys(names))
     return {name: tensors[name] for name in names}
 
 
@@ -105,15 +117,17 @@ _Wanted = Mapping[str, Sequence[Box] | None]
 """What is wanted of tensors, by name: boxes; None for the whole tensor."""
 
 
-class _WrongValuesError(CheckpointError):
-    """A tensor does not decode to the values that were stored: it, or a tensor of an ancestor, is damaged."""
+_WORTH_A_THREAD = 1 << 19
+"""Elements of tensors that are decoded beside others. For smaller ones, threads wait for one another too long."""
 
 
 class _Reader:
-    """Reads tensors of the first file of a chain. decoded: as for ``load_tensors``."""
+    """Reads tensors of the first file of a chain. decoded, threads: as for ``load_tensors``."""
 
-    def __init__(self, chain: list[CheckpointFile], decoded: Mapping[str, StoredTensor] | None = None) -> None:
-        self._chain = chain if decoded is None else chain[:-1]
+    def __init__(
+        self, chain: list[CheckpointFile], decoded: Mapping[str, StoredTensor] | None = None, threads: int = 1
+    ) -> None:
+        self._chain, self._threads = chain if decoded is None else chain[:-1], threads
         self._files, self._decoded = chain, decoded or {}
         self._places: dict[tuple[int, int, tuple[Box, ...]], list[Place]] = {}  # tensors share layouts
 
@@ -122,28 +136,94 @@ class _Reader:
 
         all_: also check those of ancestors, to find the damaged file.
         """
+
+        def checked(entry: Entry, tensor: StoredTensor, boxes: list[StoredBox]) -> StoredTensor:
+            if tensor is not self._decoded.get(entry.name):  # otherwise it is unchanged since it was checked
+                check_values(self._chain[0], entry, tensor, boxes)
+            return tensor
+
+        return self._read(wanted, checked, all_)
+
+    def read_values(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return the values of whole tensors, checked. Each is computed once, and then hashed."""
+        file = self._chain[0]
+
+        def values(entry: Entry, tensor: StoredTensor, boxes: list[StoredBox]) -> Tensor:
+            if entry.scheme.layout_number is not None:  # each box has its hash
+                check_values(file, entry, tensor, boxes)
+                return values_of(tensor)
+            try:
+                with explain_out_of_memory(file, entry):
+                    found, digest = values_with_hash(tensor)
+            except ValueError as error:
+                raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+            if digest != entry.hash:
+                raise wrong_values(file, entry)
+            return found
+
+        found = self._read(dict.fromkeys(names), values)
+        return {name: found[name] for name in names}
+
+    def _read(
+        self, wanted: _Wanted, finish: Callable[[Entry, StoredTensor, list[StoredBox]], T], all_: bool = False
+    ) -> dict[str, T]:
+        """Decode tensors and return what ``finish``, which checks them, makes of each. all_: as for ``read``.
+
+        A tensor goes through all files of the chain before the next one does, so that its levels stay in the caches.
+        """
         needed = self._needed(wanted)
-        tensors: Tensors = dict(self._decoded)
-        for depth, boxes in reversed(list(enumerate(needed))):
-            parents, tensors = tensors, {}
-            file = self._chain[depth]
-            for name, stored in boxes.items():
-                entry = file.header.by_name[name]
-                parent = parents.get(name)
-                # Nobody needs a parent that was decoded here, so its levels become those of the child.
-                overwrite = parent is not None and parent is not self._decoded.get(name)
-                tensors[name] = decode_entry(file, entry, parent, tensors, stored, overwrite)
-                if entry.scheme.is_reference:
-                    check_reference(file, entry, self._files[depth + 1])
-            for name, stored in boxes.items() if depth == 0 or all_ else ():
-                if tensors[name] is self._decoded.get(name):
-                    continue  # unchanged since it was checked
-                try:
-                    check_values(file, file.header.by_name[name], tensors[name], stored)
-                except _WrongValuesError:
-                    if not all_:
-                        self.read(wanted, all_=True)
-                    raise
+
+        def through_chain(group: list[str]) -> dict[str, T]:
+            tensors: Tensors = {name: self._decoded[name] for name in group if name in self._decoded}
+            for depth in reversed(range(len(needed))):
+                boxes = {name: needed[depth][name] for name in group if name in needed[depth]}
+                tensors = self._decoded_at(depth, boxes, tensors)
+                for name in boxes if all_ and depth else ():
+                    check_values(self._chain[depth], self._entry(depth, name), tensors[name], boxes[name])
+            return {name: finish(self._entry(0, name), tensors[name], boxes[name]) for name in boxes}
+
+        large: list[list[str]] = []
+        small: list[list[str]] = []
+        for group in self._groups(needed):
+            elements = sum(math.prod(self._entry(0, name).shape) for name in group if name in needed[0])
+            (large if elements >= _WORTH_A_THREAD else small).append(group)
+        found: dict[str, T] = {}
+        try:
+            for part in joined(in_order(through_chain, large, self._threads), map(through_chain, small)):
+                found |= part
+        except WrongValuesError:
+            if not all_:
+                self.read(wanted, all_=True)
+            raise
+        return {name: found[name] for name in needed[0]}
+
+    def _entry(self, depth: int, name: str) -> Entry:
+        return self._chain[depth].header.by_name[name]
+
+    def _groups(self, needed: list[dict[str, list[StoredBox]]]) -> list[list[str]]:
+        """Return groups of tensors of which none depends on one of another group, in the order of the first file."""
+        groups: dict[str, list[str]] = {}
+        for depth, boxes in enumerate(needed):
+            for name in boxes:
+                own = groups.setdefault(name, [name])
+                if (second := self._entry(depth, name).scheme.depends_on) is None:
+                    continue
+                other = groups.setdefault(second, [second])
+                if other is not own:
+                    other += own
+                    groups.update(dict.fromkeys(own, other))
+        return list({id(group): group for group in groups.values()}.values())
+
+    def _decoded_at(self, depth: int, boxes: Mapping[str, list[StoredBox]], parents: Tensors) -> Tensors:
+        """Decode boxes of a group in a file of the chain. parents: what was decoded of the file after it."""
+        file, tensors = self._chain[depth], Tensors()
+        for name in sorted(boxes, key=lambda name: self._entry(depth, name).scheme.depends_on is not None):
+            entry, parent = self._entry(depth, name), parents.get(name)
+            # Nobody needs a parent that was decoded here, so its levels become those of the child.
+            overwrite = parent is not None and parent is not self._decoded.get(name)
+            tensors[name] = decode_entry(file, entry, parent, tensors, boxes[name], overwrite)
+            if entry.scheme.is_reference:
+                check_reference(file, entry, self._files[depth + 1])
         return tensors
 
     def _needed(self, wanted: _Wanted) -> list[dict[str, list[StoredBox]]]:
@@ -185,149 +265,3 @@ class _Reader:
             ]
             self._places[key] = places
         return stored_boxes(file, entry, places)
-
-
-def places_of(file: CheckpointFile, entry: Entry) -> Layout:
-    """Return where the boxes of a tensor in parts are."""
-    return file.header.layouts[layout_of(entry)]
-
-
-def stored_boxes(file: CheckpointFile, entry: Entry, places: Iterable[Place] | None = None) -> list[StoredBox]:
-    """Return the boxes of a tensor: itself if it is in the checkpoint's own file, else those in parts.
-
-    places: of these boxes only. Raises CheckpointError if a part is missing, or does not hold such a box.
-    """
-    if entry.scheme.layout_number is None:
-        return [StoredBox(file, entry, Box.whole(entry.shape))]
-    found = []
-    for place in places_of(file, entry) if places is None else places:
-        part, name = open_part(file, place.part), box_name(entry.name, place.box)
-        own = part.header.by_name.get(name)
-        if own is None or own.dtype != entry.dtype or own.shape != place.box.sizes:
-            raise CheckpointError(f"{part.path}: {name} is not there, or has another shape")
-        if own.scheme.layout_number is not None or own.external:
-            raise CheckpointError(f"{part.path}: the values of {name} are not in the part")
-        found.append(StoredBox(part, own, place.box))
-    return found
-
-
-def check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
-    """Raise CheckpointError if the parent's tensor is not the one that an entry refers to."""
-    if parent.header.by_name[entry.name].hash != entry.hash:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
-
-
-def decode_entry(
-    file: CheckpointFile,
-    entry: Entry,
-    parent: StoredTensor | None,
-    others: Mapping[str, StoredTensor],
-    boxes: Sequence[StoredBox] | None = None,
-    overwrite: bool = False,
-) -> StoredTensor:
-    """Decode one entry of a checkpoint, without a comparison of its values with their hash.
-
-    parent: the tensor in the parent. others: tensors of the same checkpoint that are decoded already. boxes: the stored
-    ones to decode, by default all. overwrite: as for ``Coded``. Raises CheckpointError if it is damaged.
-    """
-    if entry.scheme.is_reference:
-        assert parent is not None
-        return parent
-    if entry.external:
-        return frozen_tensors.external_tensor(file, entry)
-    other = others.get(entry.scheme.depends_on or "")
-    stored = stored_boxes(file, entry) if boxes is None else boxes
-    if entry.scheme.layout_number is None:
-        return _decode(stored[0], parent, other, overwrite)
-    dtype, shape, pieces = dtype_named(entry.dtype), torch.Size(entry.shape), []
-    try:
-        for each in stored:
-            before, beside = (None if tensor is None else cut(tensor, each.box) for tensor in (parent, other))
-            pieces.append((each.box, _decode_in_part(entry, each, before, beside)))
-        if len(pieces) < len(places_of(file, entry)):
-            return Patchwork(dtype, shape, tuple(pieces))
-        return patchwork(dtype, shape, pieces)
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-
-
-def _decode_in_part(
-    entry: Entry, stored: StoredBox, parent: StoredTensor | None, other: StoredTensor | None
-) -> StoredTensor:
-    """Decode a box of a tensor. parent: the same box in the parent. other: that of the tensor it depends on."""
-    path, own, second = stored.file.path, stored.entry, entry.scheme.depends_on
-    if own.needs_parent and parent is None:
-        raise CheckpointError(f"{path}: {own.name} needs a parent, but tensor {entry.name} has none")
-    needed = own.scheme.depends_on
-    if needed is not None and (other is None or second is None or needed != box_name(second, stored.box)):
-        raise CheckpointError(f"{path}: {own.name} depends on {needed}, and its tensor on {second or 'no other'}")
-    if own.scheme.is_reference:
-        assert parent is not None
-        return parent
-    found = _decode(stored, parent, None if needed is None else other)
-    return found if second is None else known_by(found, second)
-
-
-def _decode(
-    stored: StoredBox, parent: StoredTensor | None, other: StoredTensor | None, overwrite: bool = False
-) -> StoredTensor:
-    file, entry = stored.file, stored.entry
-    try:
-        with explain_out_of_memory(file, entry):
-            return decode(entry.scheme, replace(_coded(file, entry, parent, other), overwrite=overwrite))
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-
-
-def _coded(file: CheckpointFile, entry: Entry, parent: StoredTensor | None, other: StoredTensor | None) -> Coded:
-    return Coded(dtype_named(entry.dtype), torch.Size(entry.shape), file.read(entry), in_one(parent), other)
-
-
-def holds(
-    file: CheckpointFile,
-    entry: Entry,
-    parent: StoredTensor | None,
-    others: Mapping[str, StoredTensor],
-    wanted: StoredTensor,
-) -> bool:
-    """Whether an entry of this file decodes to a stored tensor, bit for bit. Raises CheckpointError if it is damaged.
-
-    parent, others: as for ``decode_entry``.
-    """
-    if not entry.scheme.has_stream:
-        return stored_equal(decode_entry(file, entry, parent, others), wanted)
-    if (entry.dtype, entry.shape) != (dtype_name(wanted.dtype), wanted.shape):
-        return False
-    try:
-        with explain_out_of_memory(file, entry):
-            other = others.get(entry.scheme.depends_on or "")
-            return decodes_to(entry.scheme, _coded(file, entry, parent, other), wanted)
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-
-
-def check_values(
-    file: CheckpointFile, entry: Entry, decoded: StoredTensor, boxes: Sequence[StoredBox] | None = None
-) -> None:
-    """Compare decoded boxes of a tensor with their hashes. boxes: as for ``decode_entry``.
-
-    Raises CheckpointError for the first that has other values, or if the tensor's hash is not that of all boxes.
-    """
-    stored = stored_boxes(file, entry) if boxes is None else boxes
-    pieces = dict(decoded.boxes) if isinstance(decoded, Patchwork) else {}
-    for each in stored:
-        piece = pieces[each.box] if each.box in pieces else cut(decoded, each.box)
-        try:
-            with explain_out_of_memory(each.file, each.entry):
-                right = stored_hash(piece) == each.entry.hash
-        except ValueError as error:
-            raise CheckpointError(f"{each.file.path}: tensor {each.entry.name} is damaged ({error})") from error
-        if not right:
-            raise _wrong_values(each.file, each.entry)
-    complete = entry.scheme.layout_number is not None and len(stored) == len(places_of(file, entry))
-    if complete and sharded_hash((each.box, each.entry.hash) for each in stored) != entry.hash:
-        raise _wrong_values(file, entry)
-
-
-def _wrong_values(file: CheckpointFile, entry: Entry) -> _WrongValuesError:
-    return _WrongValuesError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")

@@ -25,11 +25,12 @@ from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import CheckpointError
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
+from dynaquant.store.decoding import holds
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import add_disk_full_note, sync_parent
 from dynaquant.store.in_order import in_order
 from dynaquant.store.layout import HashOfBoxes, PartFile, Plan, box_name, layout_of, part_name
-from dynaquant.store.reading import holds, load_boxes
+from dynaquant.store.reading import load_boxes
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class BoundedTensor(Form):
     positions: NDArray[np.int64]
     exact: NDArray[np.uint8]
 
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:  # noqa: ARG002 - copied
         if len(self.exact) != len(self.positions) * self.dtype.itemsize:
             raise ValueError("the number of exact values differs from the number of their positions")
         for begin in range(0, self.levels.size, size):

@@ -38,7 +38,7 @@ class Exact(Form):
     def shape(self) -> torch.Size:
         return self.tensor.shape
 
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:  # noqa: ARG002 - copied
         return in_pieces(self.tensor.to(device), size)
 
     def values(self) -> Tensor:
@@ -46,6 +46,9 @@ class Exact(Form):
 
     def digest(self) -> str:
         return tensor_hash(self.tensor)
+
+    def values_with_digest(self) -> tuple[Tensor, str]:
+        return self.tensor, self.digest()
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - no levels
         data, itemsize = bytes_of(self.tensor), self.dtype.itemsize

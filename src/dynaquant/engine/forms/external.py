@@ -29,7 +29,7 @@ class External(Form):
     file: str | None
     read: Callable[[], Tensor] = field(compare=False)
 
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:  # noqa: ARG002 - copied
         return in_pieces(self.read().to(device), size)
 
     def values(self) -> Tensor:
@@ -37,6 +37,9 @@ class External(Form):
 
     def digest(self) -> str:
         return self.hash
+
+    def values_with_digest(self) -> tuple[Tensor, str]:
+        return self.read(), self.hash
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - no stream
         return Omitted() if self.file is None else Frozen(self.file), b""

@@ -55,8 +55,11 @@ class Form(ABC):
         return self
 
     @abstractmethod
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:
         """Yield the values in order, as flat pieces of ``size`` values on a device. The last one may be smaller.
+
+        out: where pieces may be made, instead of memory of their own: flat and contiguous, as long as the tensor, of
+        its dtype, on the device.
 
         Raises ValueError if the parts of the form do not fit together.
         """
@@ -74,6 +77,13 @@ class Form(ABC):
         if self.is_zero:
             return hash_of_zeros(self.dtype, self.shape)
         return hash_of_pieces(self.dtype, self.shape, pieces(self))
+
+    def values_with_digest(self) -> tuple[Tensor, str]:
+        """Return ``values`` and ``digest``. Computes each value once."""
+        if self.is_zero:
+            return self.values(), self.digest()
+        values = kernels.empty(self.shape, self.dtype)
+        return values, hash_of_pieces(self.dtype, self.shape, _filled(values, self))
 
     @abstractmethod
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:
@@ -207,9 +217,18 @@ def dequantize(form: Form, device: torch.device = kernels.HOST) -> Tensor:
 
 def dequantize_into(values: Tensor, form: Form) -> None:
     """Fill a contiguous tensor of the right shape and dtype, on any device, with what ``dequantize`` returns."""
+    for _ in _filled(values, form):
+        pass
+
+
+def _filled(values: Tensor, form: Form) -> Iterator[Tensor]:
+    """Yield the pieces of a tensor as they are filled, for ``dequantize_into``."""
     flat, begin = values.view(-1), 0
-    for piece in pieces(form, values.device):
-        flat[begin : begin + piece.numel()] = piece
+    for piece in form.pieces(piece_length(form.shape, values.device), values.device, flat):
+        part = flat[begin : begin + piece.numel()]
+        if piece.data_ptr() != part.data_ptr():
+            part.copy_(piece)
+        yield part
         begin += piece.numel()
 
 

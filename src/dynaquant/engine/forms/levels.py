@@ -56,13 +56,14 @@ class QuantizedTensor(Form):
             return False
         return self.levels.size > 0 and int(self.levels.max()) == PRUNED
 
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:
         table = _value_table(self.codebook, torch.float32 if self.dtype == torch.float64 else self.dtype)
         protected = self.protected
         for begin in range(0, self.levels.size, size):
             levels = self.levels[begin : begin + size]
             count = np.count_nonzero(levels == PROTECTED) if len(protected) else 0
-            values = kernels.for_device(device).values(levels, table, protected[:count], device)
+            place = None if out is None or out.dtype != table.dtype else out[begin : begin + size]
+            values = kernels.for_device(device).values(levels, table, protected[:count], device, place)
             yield values.to(self.dtype)
             protected = protected[count:]
         if len(protected):

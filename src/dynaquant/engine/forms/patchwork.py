@@ -27,7 +27,7 @@ class Patchwork(Form):
     shape: torch.Size
     boxes: tuple[tuple[Box, StoredTensor], ...]
 
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:  # noqa: ARG002 - copied
         values = kernels.empty(self.shape, self.dtype)
         for box, stored in self.boxes:
             values[box.slices] = values_of(stored)

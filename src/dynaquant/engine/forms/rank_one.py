@@ -31,9 +31,13 @@ class RankOne(Form):
     rows: QuantizedTensor
     columns: QuantizedTensor
 
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:
+        begin = 0
         for rows, columns in self.factors(size, device):
-            yield saturating_cast(kernels.for_device(device).outer(rows, columns), self.dtype)
+            end = begin + len(rows) * len(columns)
+            place = None if out is None or out.dtype != torch.float32 else out[begin:end]
+            yield saturating_cast(kernels.for_device(device).outer(rows, columns, place), self.dtype)
+            begin = end
 
     def factors(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield some rows and all columns, whose outer product is a piece of the values in float32.

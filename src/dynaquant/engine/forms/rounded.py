@@ -38,7 +38,7 @@ class RoundedWeight(Form):
     def with_other(self, name: str, stored: StoredTensor) -> RoundedWeight:
         return replace(self, master_name=name, master=stored)
 
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:  # noqa: ARG002 - copied
         for piece in form_of(self.master).pieces(size, device):
             yield piece.to(self.dtype)
 

@@ -22,6 +22,11 @@ def values_of(stored: StoredTensor) -> Tensor:
     return stored if isinstance(stored, Tensor) else stored.values()
 
 
+def values_with_hash(stored: StoredTensor) -> tuple[Tensor, str]:
+    """Return the values that a restore returns, and their ``tensor_hash``. Raises as both functions do."""
+    return form_of(stored).values_with_digest()
+
+
 def stored_hash(stored: StoredTensor) -> str:
     """Return the ``tensor_hash`` of a stored tensor's values. Raises ValueError as ``dequantize`` does."""
     return form_of(stored).digest()

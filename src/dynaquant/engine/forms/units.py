@@ -50,10 +50,10 @@ class ScaledMoment(Form):
     def with_other(self, name: str, stored: StoredTensor) -> ScaledMoment:
         return replace(self, second_name=name, second=cast(SecondMoment, stored))
 
-    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+    def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:
         if self.second.shape != self.shape:
             raise ValueError("its second moment has another shape")
-        all_units = self.units.pieces(size, device)
+        all_units = self.units.pieces(size, device, out if self.dtype == self.units.dtype else None)
         if self.is_zero:
             yield from (units.to(self.dtype) for units in all_units)
             return

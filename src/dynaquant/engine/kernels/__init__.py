@@ -91,12 +91,18 @@ class Kernels(Protocol):
         ...
 
     def values(
-        self, levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], device: torch.device
+        self,
+        levels: NDArray[np.uint8],
+        table: Tensor,
+        protected: NDArray[np.uint16],
+        device: torch.device,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return ``table[levels]``, flat, on a device. Each protected level takes the next of the protected values.
 
-        table: on the host, of the dtype of the result, 16 or 32 bits. protected: the top 16 bits of the values. Raises
-        ValueError if either does not fit the levels.
+        table: on the host, of the dtype of the result, 16 or 32 bits. protected: the top 16 bits of the values. out:
+        what to return, filled; contiguous, of this dtype and on the device. Raises ValueError if table or protected
+        values do not fit the levels.
         """
         ...
 
@@ -112,8 +118,8 @@ class Kernels(Protocol):
         """Multiply values by ``sqrt(seconds)``, in place. All as for ``divide_by_roots``; ``values`` is contiguous."""
         ...
 
-    def outer(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the outer product of two float32 vectors, flat."""
+    def outer(self, rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the outer product of two float32 vectors, flat. out: as for ``values``."""
         ...
 
 

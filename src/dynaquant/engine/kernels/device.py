@@ -148,7 +148,13 @@ def _uniform(piece: slice, seed: int, device: torch.device) -> Tensor:
     return (h >> 8).to(torch.float32) * 2.0**-24
 
 
-def values(levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], device: torch.device) -> Tensor:
+def values(
+    levels: NDArray[np.uint8],
+    table: Tensor,
+    protected: NDArray[np.uint16],
+    device: torch.device,
+    out: Tensor | None = None,
+) -> Tensor:
     moved_levels, moved_table = torch.from_numpy(levels).to(device), table.to(device)
     is_protected = moved_levels == _native.LEVEL_PROTECTED
     highest, found = torch.stack((moved_levels.amax().long(), is_protected.sum())).tolist() if levels.size else (0, 0)
@@ -156,7 +162,7 @@ def values(levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint1
         raise ValueError("a level lies outside the codebook")
     if found != len(protected):
         raise ValueError("the number of protected values differs from the number of protected levels")
-    out = torch.empty(levels.size, dtype=table.dtype, device=device)
+    out = torch.empty(levels.size, dtype=table.dtype, device=device) if out is None else out
     for piece in _pieces(levels.size):
         out[piece] = _look_up(moved_table, moved_levels[piece].to(torch.int32))
     if len(protected):
@@ -187,5 +193,6 @@ def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = 
         values[piece] *= _square_root(seconds[piece])
 
 
-def outer(rows: Tensor, columns: Tensor) -> Tensor:
-    return torch.outer(rows, columns).view(-1)
+def outer(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
+    product = torch.outer(rows, columns).view(-1)
+    return product if out is None else out.copy_(product)

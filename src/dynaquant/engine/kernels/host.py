@@ -109,13 +109,14 @@ def values(
     table: Tensor,
     protected: NDArray[np.uint16],
     device: torch.device,  # noqa: ARG001 - always the host
+    out: Tensor | None = None,
 ) -> Tensor:
     if not levels.size and not len(protected):
         return empty(torch.Size([0]), table.dtype)
-    bits = table.view(_unsigned(table.dtype)).numpy()
-    out = np.empty(levels.size, dtype=bits.dtype)
-    _native.values_of_levels(levels, bits, protected, out)
-    return torch.from_numpy(out).view(table.dtype)
+    unsigned = _unsigned(table.dtype)
+    filled = empty(torch.Size([levels.size]), table.dtype) if out is None else out
+    _native.values_of_levels(levels, table.view(unsigned).numpy(), protected, filled.view(unsigned).numpy())
+    return filled
 
 
 def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tensor | None = None) -> None:
@@ -132,6 +133,8 @@ def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = 
         _native.multiply_by_outer_roots(values.numpy(), _float32(seconds), _float32(columns))
 
 
-def outer(rows: Tensor, columns: Tensor) -> Tensor:
+def outer(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
+    filled = empty(torch.Size([len(rows) * len(columns)]), torch.float32) if out is None else out
     # Not torch.outer: on a piece, PyTorch's threads wait for one another longer than NumPy takes.
-    return torch.from_numpy(np.multiply.outer(rows.numpy(), columns.numpy()).reshape(-1))
+    np.multiply.outer(rows.numpy(), columns.numpy(), out=filled.numpy().reshape(len(rows), len(columns)))
+    return filled
