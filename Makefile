@@ -16,7 +16,7 @@ demo: .venv/ready  ## train, crash, restore, compare (FULL=1: longer, with ten c
 	$(BIN)/dynaquant demo --out build/demo $(if $(FULL),--full)
 
 test: .venv/ready  ## run every test that is not slow once, with its first parameters
-	$(BIN)/pytest -n 3 --tier quick
+	$(BIN)/pytest -n 2 --tier quick
 
 test-all: test  ## run all other tests, too
 	$(BIN)/pytest -n 2 --tier rest

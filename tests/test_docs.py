@@ -110,6 +110,7 @@ def test_the_guides_training_loop_runs_again(guide, tmp_path):
     assert len(os.listdir(tmp_path / "runs/guide")) == 3
 
 
+@pytest.mark.slow
 def test_the_guides_training_loop_goes_on_after_a_kill(guide, tmp_path):
     code = next(text for language, text in blocks(guide) if text.startswith("# train.py"))
     (tmp_path / "train.py").write_text(code)

@@ -249,6 +249,7 @@ def test_a_lossless_run_of_one_checkpoint_has_a_page(browser, tmp_path):
             assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
 
 
+@pytest.mark.slow
 def test_a_screenshot_can_be_taken(browser, report, run, tmp_path):
     """From the top to the heat map. The file for the README is written if DYNAQUANT_SCREENSHOT gives its path."""
     out = Path(os.environ.get("DYNAQUANT_SCREENSHOT", tmp_path / "report.png"))
