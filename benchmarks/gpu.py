@@ -82,7 +82,7 @@ class Text:
         """Return token ids, int64 (batch, context + 1)."""
         size = self._size
         draws = torch.rand(size.batch, size.context, generator=self._generator)
-        choices = (-draws.log2()).long().clamp(max=SUCCESSORS - 1).to(self._device)
+        choices = (-(1 - draws).log2()).long().clamp(max=SUCCESSORS - 1).to(self._device)
         found = [torch.randint(size.vocabulary, (size.batch,), generator=self._generator).to(self._device)]
         for at in range(size.context):
             found.append(self._successors[found[-1], choices[:, at]])
@@ -242,6 +242,8 @@ def disturbed(size: Size, device: str, steps: int, every: int, crashes: int, fol
     training, lost = Training(size, device), 1 + every // 10
     last = steps // every
     after = {max(last * (i + 1) // (crashes + 1), 1) * every + lost for i in range(crashes)}
+    if len(after) < crashes:
+        raise SystemExit(f"{steps} steps with a save every {every} are too few for {crashes} crashes")
     checkpointer, step = training.checkpointer(folder), 0
     while step < steps:
         training.step()
@@ -257,6 +259,7 @@ def disturbed(size: Size, device: str, steps: int, every: int, crashes: int, fol
             assert restored is not None
             step = restored
     checkpointer.close()
+    assert not after, "not all crashes came to pass"
     return undisturbed.loss(), training.loss()
 
 

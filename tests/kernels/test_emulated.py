@@ -113,6 +113,8 @@ def test_only_levels_cross_from_the_emulated_device(metric, tmp_path):
             checkpointer.save(step).result()
             saved = emulated.crossings() - stepped
             assert stepped == before  # steps wait for nothing and copy nothing
+    tensors = 3 * len(list(training.model.parameters()))
+    assert saved.waits + saved.copies_to_host < 20 * tensors  # each of them is a wait
     samples = 2 * 4 * 32_768 * 2  # of both moments of two weights
     assert saved.bytes_to_host < 3.1 * parameters + samples + 65_536  # a byte for each weight and moment
     assert saved.bytes_to_device < 1.1 * parameters + 4 * 65_536 + 65_536  # levels of second moments, and tables

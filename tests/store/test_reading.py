@@ -6,10 +6,15 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.engine.forms.rounded import RoundedWeight
 from dynaquant.engine.forms.stored import values_of
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.grid import quantize
 from dynaquant.errors import CheckpointError
 from dynaquant.store import reading
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
+from dynaquant.store.writing import Checkpoint
 
 STEPS = (1, 2, 3, 4)
 
@@ -67,3 +72,20 @@ def test_the_error_names_the_damaged_ancestor(run, load, threads, monkeypatch):
     )
     with pytest.raises(CheckpointError, match=r"step-000000000002\.dqc: tensor model\.trained\.0\.weight does not"):
         load(chain, None, threads)
+
+
+def test_a_reference_is_decoded_from_what_it_refers_to_although_the_other_tensor_has_new_levels(tmp_path):
+    # The master weight gets another grid, on which it rounds to the same half-precision weight.
+    masters = quantize(torch.tensor([0.0, 1.0, 0.0]), 0), quantize(torch.tensor([0.0, 1.0009, 0.0]), -19)
+    halves = [RoundedWeight(torch.bfloat16, master, "master") for master in masters]
+    assert bits(halves[0].values()) == bits(halves[1].values())
+    assert bits(masters[0].values()) != bits(masters[1].values())
+    labels = dict.fromkeys(("master", "half"), Label("weight"))
+    run, base = WritableRun(tmp_path), None
+    for step, master, half in zip((1, 2), masters, halves, strict=True):
+        _, base = run.commit(Checkpoint(step, None, {"master": master, "half": half}, labels), base)
+    file = run.file(2)
+    assert file.header.by_name["half"].scheme.is_reference
+    found = reading.load_all(run.chain(file))
+    assert bits(values_of(found["half"])) == bits(halves[1].values())
+    assert bits(values_of(found["master"])) == bits(masters[1].values())

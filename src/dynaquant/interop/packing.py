@@ -125,11 +125,12 @@ class Packer:
         """Return a source whose F comes from the metric where nothing else is known."""
         preset = PRESETS[self._quality.preset]
         assert preset is not None
-        if on_batches(metric) is not None:  # a save looks only at its batches, and not whether their mean is finite
-            subject.score({}, metric)
+        # A save looks only at the batches of a metric, and not whether their mean is finite.
+        checked = None if on_batches(metric) is None else subject.score({}, metric)
 
         def judge() -> MetricJudge:
-            return MetricJudge(subject, metric, self._higher_is_better, subject.score({}, metric), {})
+            original = subject.score({}, metric) if checked is None else checked
+            return MetricJudge(subject, metric, self._higher_is_better, original, {})
 
         def mean_squares(weights: Mapping[str, Tensor]) -> Mapping[str, float]:
             if not weights or (known := source.mean_squares(weights)):

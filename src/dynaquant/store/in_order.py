@@ -55,6 +55,21 @@ def in_order(
             while waiting and (waiting[0].done() or len(waiting) >= MOST_WAITING or held >= MOST_BYTES):
                 yield take()
             free.acquire()
-            waiting.append(pool.submit(work, item))
+            waiting.append(_begun(pool, work, item))
         while waiting:
             yield take()
+
+
+def _begun(pool: ThreadPoolExecutor, work: Callable[[Item], Result], item: Item) -> Future[Result]:
+    """Begin to work on an item in the pool; when the interpreter ends, which starts no more threads, do it here."""
+    try:
+        return pool.submit(work, item)
+    except RuntimeError as error:
+        if "shutdown" not in str(error):
+            raise
+    done: Future[Result] = Future()
+    try:
+        done.set_result(work(item))
+    except BaseException as error:
+        done.set_exception(error)
+    return done

@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from dynaquant.engine.forms.form import StoredTensor
-from dynaquant.engine.forms.stored import cut, values_of, values_with_hash
+from dynaquant.engine.forms.stored import cut, form_of, values_of, values_with_hash
 from dynaquant.engine.tensors.box import Box
 from dynaquant.errors import CheckpointError
 from dynaquant.garbage import collection_paused
@@ -121,6 +121,10 @@ _WORTH_A_THREAD = 1 << 19
 """Elements of tensors that are decoded beside others. For smaller ones, threads wait for one another too long."""
 
 
+_MOST_THREADS = 4
+"""Each of these may use PyTorch's threads, too, to cast values."""
+
+
 class _Reader:
     """Reads tensors of the first file of a chain. decoded, threads: as for ``load_tensors``."""
 
@@ -149,11 +153,11 @@ class _Reader:
         file = self._chain[0]
 
         def values(entry: Entry, tensor: StoredTensor, boxes: list[StoredBox]) -> Tensor:
-            if entry.scheme.layout_number is not None:  # each box has its hash
-                check_values(file, entry, tensor, boxes)
-                return values_of(tensor)
             try:
                 with explain_out_of_memory(file, entry):
+                    if entry.scheme.layout_number is not None:  # each box has its hash
+                        check_values(file, entry, tensor, boxes)
+                        return values_of(tensor)
                     found, digest = values_with_hash(tensor)
             except ValueError as error:
                 raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
@@ -171,6 +175,8 @@ class _Reader:
 
         A tensor goes through all files of the chain before the next one does, so that its levels stay in the caches.
         """
+        if not self._chain:
+            return {}
         needed = self._needed(wanted)
 
         def through_chain(group: list[str]) -> dict[str, T]:
@@ -188,8 +194,9 @@ class _Reader:
             elements = sum(math.prod(self._entry(0, name).shape) for name in group if name in needed[0])
             (large if elements >= _WORTH_A_THREAD else small).append(group)
         found: dict[str, T] = {}
+        threads = min(self._threads, _MOST_THREADS)
         try:
-            for part in joined(in_order(through_chain, large, self._threads), map(through_chain, small)):
+            for part in joined(in_order(through_chain, large, threads), map(through_chain, small)):
                 found |= part
         except WrongValuesError:
             if not all_:
@@ -210,17 +217,26 @@ class _Reader:
                     continue
                 other = groups.setdefault(second, [second])
                 if other is not own:
-                    other += own
-                    groups.update(dict.fromkeys(own, other))
+                    shorter, longer = sorted((own, other), key=len)
+                    longer += shorter
+                    groups.update(dict.fromkeys(shorter, longer))
         return list({id(group): group for group in groups.values()}.values())
 
     def _decoded_at(self, depth: int, boxes: Mapping[str, list[StoredBox]], parents: Tensors) -> Tensors:
         """Decode boxes of a group in a file of the chain. parents: what was decoded of the file after it."""
         file, tensors = self._chain[depth], Tensors()
+        # What a reference returns may be made of another of the parent's tensors.
+        used = [
+            other[1]
+            for name in boxes
+            if self._entry(depth, name).scheme.is_reference and name in parents
+            if (other := form_of(parents[name]).other) is not None
+        ]
         for name in sorted(boxes, key=lambda name: self._entry(depth, name).scheme.depends_on is not None):
             entry, parent = self._entry(depth, name), parents.get(name)
-            # Nobody needs a parent that was decoded here, so its levels become those of the child.
-            overwrite = parent is not None and parent is not self._decoded.get(name)
+            # If nobody needs a parent that was decoded here any more, its levels become those of the child.
+            needless = parent is not None and all(parent is not each for each in used)
+            overwrite = needless and parent is not self._decoded.get(name)
             tensors[name] = decode_entry(file, entry, parent, tensors, boxes[name], overwrite)
             if entry.scheme.is_reference:
                 check_reference(file, entry, self._files[depth + 1])

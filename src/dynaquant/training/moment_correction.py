@@ -36,7 +36,7 @@ class RebuiltMoment:
     factor: float = 1.0
 
     def after_step(self, decay: float, largest: float) -> RebuiltMoment:
-        """Return the same after one more step. decay: β of this step. largest: the limit of the factor."""
+        """Return how much is built up after one more step. decay: β of this step. largest: the limit of the factor."""
         kept, whole = (decay * each + 1 - decay for each in (self.kept, self.whole))
         return RebuiltMoment(kept, whole, correction_factor(kept, whole, largest))
 

@@ -106,7 +106,7 @@ c10::Scalar item(const at::Tensor& tensor) {
 // allows scalars, and indices.
 void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const std::string name = op.schema().operator_name().name;
-    const bool may_mix = name.find("index") != std::string::npos || name == "aten::_copy_from";
+    const bool may_mix = name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
     const auto check = [&](const at::Tensor& tensor) {
         TORCH_CHECK(!tensor.defined() || !tensor.is_cpu() || tensor.dim() == 0 || may_mix, name,
                     " got tensors of the host and of the emulated device");
@@ -121,7 +121,8 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::native::cpu_fallback(op, stack);
     copies_to_host = before[0], bytes_to_host = before[1];
     copies_to_device = before[2], bytes_to_device = before[3], waits = before[4];
-    if (name == "aten::nonzero" || name == "aten::masked_select" || name == "aten::unique2") ++waits;
+    for (const char* waiting : {"nonzero", "masked_select", "_unique2", "equal", "bincount"})  // their sizes, or results
+        if (name == std::string("aten::") + waiting) ++waits;
 }
 
 std::vector<std::int64_t> counts() {

@@ -141,8 +141,11 @@ def _agrees(kind: str) -> bool:
     """Whether the kernels for devices give the results of the host on a kind of device."""
     sample = torch.linspace(-1, 1, 1001, device="cpu")
     try:
+        _copied_in_background(sample.to(kind))()
         return all(map(torch.equal, _results(device_kernels, sample, kind), _results(host_kernels, sample, "cpu")))
-    except (RuntimeError, TypeError):  # an operation or a dtype is missing
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError, TypeError):  # an operation, a dtype, pinned memory or streams are missing
         return False
 
 
@@ -151,8 +154,14 @@ def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
     tensor, levels = sample.to(kind), np.arange(200, dtype=np.uint8)
     on_grid, in_units = torch.empty_like(tensor), torch.empty_like(tensor)
     kernel.grid_values(tensor, 100.0, 0.01, 7, 0, on_grid)
-    kernel.divide_by_roots(tensor, tensor.square(), in_units)
+    rows, columns = tensor[:7].abs(), tensor[7:150].abs()
+    kernel.divide_by_roots(tensor, rows, in_units, columns)
+    scaled = in_units.clone()
+    kernel.multiply_by_roots(scaled, tensor.abs())
     found = [
+        scaled,
+        kernel.outer(rows, columns),
+        kernel.grid_levels(tensor.to(torch.bfloat16), 100.0, None)[0],
         kernel.table_levels(tensor, np.arange(65_536).astype(np.uint8)),
         kernel.grid_levels(tensor, 100.0, 7)[0],
         kernel.values(levels, sample[:256].contiguous(), np.array([0x3F80], dtype=np.uint16), tensor.device),
@@ -168,8 +177,10 @@ def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
 
     Only a copy from an accelerator runs in the background. A tensor in host memory is not copied.
     """
-    if not runs_on(tensor.device):
-        return tensor.cpu().numpy
+    return _copied_in_background(tensor) if runs_on(tensor.device) else tensor.cpu().numpy
+
+
+def _copied_in_background(tensor: Tensor) -> Callable[[], NDArray[Any]]:
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     pinned.copy_(tensor, non_blocking=True)
 

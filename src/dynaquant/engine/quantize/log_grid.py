@@ -57,7 +57,8 @@ def extremes_of(tensor: Tensor) -> Extremes:
     if not tensor.numel():
         return math.inf, 0.0
     kernel = kernels.for_device(tensor.device)
-    return kernel.smallest_from(tensor, SMALLEST), float(np.float32(kernel.extremes(tensor)[1]))
+    with np.errstate(over="ignore"):  # of float64, which may be beyond float32
+        return kernel.smallest_from(tensor, SMALLEST), float(np.float32(kernel.extremes(tensor)[1]))
 
 
 def round_to_log_grid(values: NDArray[np.float32], pace: int, dtype: torch.dtype) -> NDArray[np.float32]:
