@@ -720,6 +720,7 @@ def test_the_best_adapter_is_loaded_at_the_end(tmp_path):
 # What it looks like for a user
 
 
+@pytest.mark.slow
 def test_the_example_goes_on_after_a_kill(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
     with subprocess.Popen([sys.executable, example, "0.05"], cwd=tmp_path, stdout=subprocess.DEVNULL) as training:
