@@ -886,6 +886,7 @@ def test_options_reach_the_checkpointer(tmp_path):
     assert records[0].limit == 0.02
 
 
+@pytest.mark.slow
 def test_a_training_that_begins_again_with_smaller_batches_saves(tmp_path):
     class Large(Scored):
         def training_step(self, model, inputs, *args):

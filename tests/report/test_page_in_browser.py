@@ -20,6 +20,7 @@ from dynaquant.store.run import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)"),
     pytest.mark.skipif(
         importlib.util.find_spec("playwright") is None, reason="playwright is not installed (pip install playwright)"
@@ -249,7 +250,6 @@ def test_a_lossless_run_of_one_checkpoint_has_a_page(browser, tmp_path):
             assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
 
 
-@pytest.mark.slow
 def test_a_screenshot_can_be_taken(browser, report, run, tmp_path):
     """From the top to the heat map. The file for the README is written if DYNAQUANT_SCREENSHOT gives its path."""
     out = Path(os.environ.get("DYNAQUANT_SCREENSHOT", tmp_path / "report.png"))

@@ -208,9 +208,9 @@ def test_an_interrupt_where_only_pytorch_loads_comes_after_a_whole_restore(tmp_p
             optimizer.step()
         return model, optimizer
 
-    def interrupted(fills):
+    def interrupted(target, stored):
         monkeypatch.undo()
-        restorer.fill(fills[:1])
+        restorer.fill(target, stored)
         raise KeyboardInterrupt
 
     saved, trained = training(1), training(2)

@@ -50,6 +50,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quality", ["balanced", "high"])
 def test_saves_need_two_bytes_per_value_and_the_buffers_of_one_tensor(tmp_path, quality):
     script = tmp_path / "saves.py"

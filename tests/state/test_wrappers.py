@@ -181,6 +181,7 @@ def plainly(seed):
     return bare, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
+@pytest.mark.slow
 def test_two_ranks_save_and_restore_trainings_with_different_wrappers(tmp_path):
     script = SUPPORT / "wrapped_replicas.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, tmp_path]

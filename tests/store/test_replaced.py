@@ -176,6 +176,7 @@ class Killed(BaseException):
     """Stands for a kill at a call that changes the disk: what follows does not happen."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_save_that_ends_at_any_point_leaves_the_tagged_checkpoint(tmp_path, when):
     def saved_again(folder) -> None:

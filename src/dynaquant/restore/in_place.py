@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.external import externals
-from dynaquant.engine.forms.form import StoredTensor, dequantize_into
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.strides import Strides, strides_of, with_strides
 from dynaquant.errors import StateError
@@ -121,15 +121,6 @@ def unchanged_tensors(
     }
 
 
-def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:
-    """Write the values of stored tensors into the given tensors."""
-    for target, stored in fills:
-        if isinstance(stored, Tensor) or stored.external or target.device != kernels.HOST:
-            target.copy_(values_of(stored))
-        else:
-            dequantize_into(target, stored)
-
-
 def new_tensor(stored: StoredTensor, strides: Strides | None = None) -> Tensor:
     """Return the values in new memory. Training will change them, and the stored tensor must stay unchanged.
 
@@ -137,6 +128,5 @@ def new_tensor(stored: StoredTensor, strides: Strides | None = None) -> Tensor:
     """
     if strides is not None and (values := with_strides(values_of(stored), strides)) is not stored:
         return values
-    if isinstance(stored, Tensor):
-        return kernels.empty(stored.shape, stored.dtype).copy_(stored)
-    return values_of(stored)
+    values = values_of(stored)
+    return kernels.empty(values.shape, values.dtype).copy_(values) if values is stored else values

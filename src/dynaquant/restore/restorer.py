@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant.engine.forms.form import StoredTensor
-from dynaquant.engine.forms.stored import form_of, values_of
+from dynaquant.engine.forms.stored import fill, form_of, values_of
 from dynaquant.errors import CheckpointError
 from dynaquant.ranks.dtensors import local_of, memory_of, reshard, with_local
 from dynaquant.ranks.group import Group
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import fit_state, raise_if_any, selected_objects
-from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_strides
+from dynaquant.restore.in_place import fillable_tensors, new_tensor, unchanged_tensors, wanted_strides
 from dynaquant.restore.load_shards import load_shards, sharded_targets
 from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
@@ -378,7 +378,8 @@ def load_objects(
 
     fills: tensors of the models and optimizers that are filled in place before these load.
     """
-    fill(fills)
+    for target, stored in fills:
+        fill(target, stored)
     for name, thing in objects.items():
         load_state(thing, states[name])
     if rng_state is not None:

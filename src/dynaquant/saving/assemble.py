@@ -55,7 +55,7 @@ def assemble(
     if not copied_exactly:
         return Assembled(completed(tensors))
     exact = {
-        name: copied(live[name]) if name in copied_exactly and not isinstance(form, Tensor) else form
+        name: copied(live[name]) if name in copied_exactly and name in quantized else form
         for name, form in tensors.items()
     }
     return Assembled(completed(tensors), completed(exact))

@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dynaquant.engine.forms.external import External
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.forms.scheme import Coder
+from dynaquant.engine.forms.stored import form_of, values_of
 from dynaquant.engine.label import Label
 from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
@@ -208,7 +207,7 @@ class WritableRun(Run):
         if not checkpoint.frozen:
             return {}
         given = {name: tensor for name, tensor in checkpoint.tensors.items() if name in checkpoint.frozen}
-        new = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
+        new = {name: values_of(tensor) for name, tensor in given.items() if not form_of(tensor).external}
         if sum(tensor.nbytes for tensor in new.values()) < MIN_FROZEN_BYTES:
             return {}
         draft = Header(step=0, sequence=0, parent=None, tree=state_dict_tree(new), entries=(), record={})

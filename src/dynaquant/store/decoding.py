@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dynaquant.engine.forms.form import Coded, StoredTensor, stored_equal
-from dynaquant.engine.forms.patchwork import Patchwork, patchwork
+from dynaquant.engine.forms.patchwork import Patchwork, boxes_of, patchwork
 from dynaquant.engine.forms.registry import decode, decodes_to
 from dynaquant.engine.forms.stored import cut, in_one, known_by, stored_hash
 from dynaquant.engine.tensors.box import Box
@@ -162,7 +162,7 @@ def check_values(
     Raises CheckpointError for the first that has other values, or if the tensor's hash is not that of all boxes.
     """
     stored = stored_boxes(file, entry) if boxes is None else boxes
-    pieces = dict(decoded.boxes) if isinstance(decoded, Patchwork) else {}
+    pieces = boxes_of(decoded)
     for each in stored:
         piece = pieces[each.box] if each.box in pieces else cut(decoded, each.box)
         try:

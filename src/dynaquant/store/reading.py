@@ -115,12 +115,8 @@ def load_boxes(
 
 _Wanted = Mapping[str, Sequence[Box] | None]
 """What is wanted of tensors, by name: boxes; None for the whole tensor."""
-
-
 _WORTH_A_THREAD = 1 << 19
 """Elements of tensors that are decoded beside others. For smaller ones, threads wait for one another too long."""
-
-
 _MOST_THREADS = 4
 """Each of these may use PyTorch's threads, too, to cast values."""
 

@@ -56,6 +56,15 @@ class QuantizedTensor(Form):
             return False
         return self.levels.size > 0 and int(self.levels.max()) == PRUNED
 
+    @property
+    def is_positive(self) -> bool:
+        """Whether no value is pruned, none is an outlier, and all bins are above zero."""
+        if not self.levels.size:
+            return True
+        if len(self.protected) or int(self.levels.min()) == PRUNED:
+            return False
+        return bool(saturating_cast(torch.from_numpy(self.codebook.values).min(), self.dtype) > 0)
+
     def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:
         table = _value_table(self.codebook, torch.float32 if self.dtype == torch.float64 else self.dtype)
         protected = self.protected

@@ -83,3 +83,8 @@ def patchwork(dtype: torch.dtype, shape: torch.Size, pieces: Sequence[tuple[Box,
     if len(pieces) == 1 and pieces[0][0] == Box.whole(shape):
         return pieces[0][1]
     return Patchwork(dtype, shape, tuple(pieces))
+
+
+def boxes_of(stored: StoredTensor) -> dict[Box, StoredTensor]:
+    """Return the boxes of a tensor that is made of some; none for any other form."""
+    return dict(stored.boxes) if isinstance(stored, Patchwork) else {}

@@ -31,6 +31,14 @@ class RankOne(Form):
     rows: QuantizedTensor
     columns: QuantizedTensor
 
+    @property
+    def is_positive(self) -> bool:
+        """Whether the smallest row times the smallest column is above zero."""
+        rows, columns = self.rows.values(), self.columns.values()
+        if not rows.numel() or not columns.numel():
+            return True
+        return bool(saturating_cast(rows.min() * columns.min(), self.dtype) > 0)
+
     def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:
         begin = 0
         for rows, columns in self.factors(size, device):

@@ -6,8 +6,9 @@ from typing import overload
 
 from torch import Tensor
 
+from dynaquant.engine import kernels
 from dynaquant.engine.forms.exact import Exact
-from dynaquant.engine.forms.form import Form, StoredTensor
+from dynaquant.engine.forms.form import Form, StoredTensor, dequantize_into
 from dynaquant.engine.forms.scheme import Coder, Scheme
 from dynaquant.engine.tensors.box import Box
 
@@ -25,6 +26,14 @@ def values_of(stored: StoredTensor) -> Tensor:
 def values_with_hash(stored: StoredTensor) -> tuple[Tensor, str]:
     """Return the values that a restore returns, and their ``tensor_hash``. Raises as both functions do."""
     return form_of(stored).values_with_digest()
+
+
+def fill(target: Tensor, stored: StoredTensor) -> None:
+    """Write the values that a restore returns into a tensor; on the host without memory for all of them."""
+    if isinstance(stored, Tensor) or stored.external or target.device != kernels.HOST:
+        target.copy_(values_of(stored))
+    else:
+        dequantize_into(target, stored)
 
 
 def stored_hash(stored: StoredTensor) -> str:

@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
-from dynaquant.engine.forms.form import dequantize, pieces
+from dynaquant.engine.forms.form import pieces
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment, in_units
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Reduction, total
-from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, PRUNED, RUNGS_PER_OCTAVE, Grid, rung_value
-from dynaquant.engine.tensors.dtypes import saturating_cast
+from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
 from dynaquant.engine.tensors.shard import Shard
 
 FIRST_RUNGS = tuple(range(12, -25, -1))
@@ -87,7 +86,7 @@ def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = Non
 
 def _is_divided_by_zero(first: Tensor, stored_second: QuantizedTensor | RankOne) -> bool:
     """Whether the second moment is zero somewhere where the first is not."""
-    if _is_positive(stored_second):
+    if stored_second.is_positive:
         return False
     flat, begin = first.detach().reshape(-1), 0
     for second in pieces(stored_second, first.device):
@@ -96,20 +95,6 @@ def _is_divided_by_zero(first: Tensor, stored_second: QuantizedTensor | RankOne)
             return True
         begin += len(second)
     return False
-
-
-def _is_positive(stored: QuantizedTensor | RankOne) -> bool:
-    """Whether no value of a stored second moment is zero. False if that takes more than a look at its levels."""
-    if isinstance(stored, RankOne):
-        rows, columns = dequantize(stored.rows), dequantize(stored.columns)
-        if not rows.numel() or not columns.numel():
-            return True
-        smallest = rows.min() * columns.min()
-    else:
-        if not stored.levels.size or int(stored.levels.min()) == PRUNED:
-            return not stored.levels.size
-        smallest = torch.from_numpy(stored.codebook.values).min()
-    return bool(saturating_cast(smallest, stored.dtype) > 0)
 
 
 @dataclass(frozen=True)
