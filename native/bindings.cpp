@@ -6,6 +6,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -16,6 +17,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "conditional.hpp"
@@ -23,9 +25,11 @@
 #include "lossless.hpp"
 #include "grid.hpp"
 #include "levels.hpp"
+#include "magnitudes.hpp"
 #include "moments.hpp"
 #include "nearest.hpp"
 #include "roots.hpp"
+#include "small_moments.hpp"
 #include "sums.hpp"
 #include "tables.hpp"
 #include "threads.hpp"
@@ -157,6 +161,105 @@ std::tuple<bool, double, std::size_t> root_changes(const Array<const float>& val
     const auto found = dynaquant::root_changes(view(values), view(decoded));
     return {found.unusable, found.squares, found.count};
 }
+
+std::pair<double, double> pair_of(const dynaquant::Magnitude& found) { return {found.mean_square, found.small}; }
+
+std::pair<double, double> matrix_magnitude(const Array<const double>& row_sums,
+                                           const Array<const double>& column_sums) {
+    return pair_of(dynaquant::matrix_magnitude(view(row_sums), view(column_sums)));
+}
+
+std::pair<double, double> vector_magnitude(const Array<const double>& values) {
+    return pair_of(dynaquant::vector_magnitude(view(values)));
+}
+
+std::optional<std::pair<double, double>> tensor_magnitude(const Array<const float>& values, std::size_t rows) {
+    if (values.size() == 0 || rows == 0 || values.size() % rows != 0)
+        throw std::invalid_argument("the values are not those of so many rows");
+    const auto found = dynaquant::tensor_magnitude(view(values), rows);
+    if (!found) return std::nullopt;
+    return pair_of(*found);
+}
+
+std::optional<std::pair<int, int>> coarsest(double squares, const Array<const double>& fits,
+                                            const Array<const std::int32_t>& rungs, double tolerance) {
+    check_same_size(fits.size(), 4 * rungs.size());
+    std::vector<dynaquant::GridFit> sums(rungs.size());
+    const auto numbers = view(fits);
+    for (std::size_t i = 0; i < sums.size(); ++i)
+        sums[i] = {numbers[4 * i], numbers[4 * i + 1], numbers[4 * i + 2], numbers[4 * i + 3]};
+    const auto found = dynaquant::coarsest(squares, sums, view(rungs), tolerance);
+    if (!found) return std::nullopt;
+    return std::pair{found->made, found->decoded};
+}
+
+using Bins = std::pair<int, int>;
+
+Bins pair_of(dynaquant::LogBins bins) { return {bins.first, bins.bins}; }
+
+std::optional<std::pair<Bins, Bins>> rank_one(const Array<const double>& row_sums,
+                                              const Array<const double>& column_sums,
+                                              const Table<const std::int16_t>& exponents,
+                                              const Array<std::uint8_t>& rows, const Array<std::uint8_t>& columns) {
+    check_same_size(row_sums.size(), rows.size());
+    check_same_size(column_sums.size(), columns.size());
+    if (!row_sums.size() || !column_sums.size()) throw std::invalid_argument("there are no values");
+    const auto found =
+        dynaquant::rank_one(view(row_sums), view(column_sums), view(exponents), view(rows), view(columns));
+    if (!found) return std::nullopt;
+    return std::pair{pair_of(found->rows), pair_of(found->columns)};
+}
+
+// The tables that moments of small tensors are quantized with. It keeps the arrays.
+class SmallMoments {
+public:
+    SmallMoments(Table<const std::int16_t> factors,
+                 std::vector<std::tuple<int, Table<const std::int16_t>, Table<const float>>> grids, double epsilon,
+                 const Array<const std::int32_t>& rungs, const Array<const float>& inverses)
+        : factors_(std::move(factors)), kept_(std::move(grids)), epsilon_(epsilon) {
+        check_same_size(rungs.size(), inverses.size());
+        rungs_.assign(rungs.data(), rungs.data() + rungs.size());
+        inverses_.assign(inverses.data(), inverses.data() + inverses.size());
+        for (const auto& [pace, exponents, rounded] : kept_) grids_.push_back({pace, view(exponents), view(rounded)});
+    }
+
+    // None; the bins of rows and of columns; or a pace and the bins of levels.
+    std::variant<nb::object, std::pair<Bins, Bins>, std::pair<int, Bins>> second(
+        const Array<const float>& values, double tolerance, const Array<std::uint8_t>& rows,
+        const Array<std::uint8_t>& columns, const Array<std::uint8_t>& levels) const {
+        check_same_size(values.size(), levels.size());
+        if (rows.size() != 0) check_same_size(values.size(), rows.size() * columns.size());
+        const auto found = dynaquant::small_second_moment(view(values), tolerance, view(factors_), grids_, view(rows),
+                                                          view(columns), view(levels));
+        if (const auto* factors = std::get_if<dynaquant::RankOneBins>(&found))
+            return std::pair{pair_of(factors->rows), pair_of(factors->columns)};
+        if (const auto* grid = std::get_if<dynaquant::OnLogGrid>(&found)) return std::pair{grid->pace, pair_of(grid->bins)};
+        return nb::none();
+    }
+
+    // None; or the rung that decodes levels, and the highest level.
+    std::optional<std::pair<int, std::uint32_t>> first(
+        const Array<const float>& values, const Array<const std::uint8_t>& second, int first_of_second,
+        const std::optional<Array<const std::uint8_t>>& columns, int first_of_columns, int pace, double tolerance,
+        const Array<std::uint8_t>& levels) const {
+        check_same_size(values.size(), levels.size());
+        check_same_size(values.size(), second.size() * (columns ? columns->size() : 1));
+        std::optional<dynaquant::Powers> across;
+        if (columns) across = {view(*columns), pace, first_of_columns};
+        const auto found = dynaquant::small_first_moment(view(values), {view(second), pace, first_of_second}, across,
+                                                         tolerance, epsilon_, rungs_, inverses_, view(levels));
+        if (!found) return std::nullopt;
+        return std::pair{found->grid.decoded, found->highest};
+    }
+
+private:
+    Table<const std::int16_t> factors_;
+    std::vector<std::tuple<int, Table<const std::int16_t>, Table<const float>>> kept_;
+    std::vector<dynaquant::LogGrid> grids_;
+    double epsilon_;
+    std::vector<std::int32_t> rungs_;
+    std::vector<float> inverses_;
+};
 
 std::pair<double, double> sums(const Array<const float>& values) {
     const nb::gil_scoped_release release;
@@ -369,6 +472,37 @@ NB_MODULE(_native, m) {
     m.def("root_changes", &root_changes, "values"_a.noconvert(), "decoded"_a.noconvert(),
           "Returns of the values above zero: whether one is decoded to zero or infinity, the sum of\n"
           "(sqrt(value / decoded) - 1)², and how many there are.");
+    m.def("matrix_magnitude", &matrix_magnitude, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(),
+          "Returns the mean square of a matrix without outliers, and the root mean square of its small rows or columns.\n"
+          "row_sums, column_sums: of squares; not all are zero.");
+    m.def("vector_magnitude", &vector_magnitude, "values"_a.noconvert(),
+          "Returns the mean square of a vector without outliers, and its standard deviation. The values differ.");
+    m.def("tensor_magnitude", &tensor_magnitude, "values"_a.noconvert(), "rows"_a,
+          "Returns what matrix_magnitude or vector_magnitude does, of values row by row. None if all are the same or not\n"
+          "finite, or if their squares could overflow or vanish. ValueError: no values, or not so many rows.");
+    m.def("coarsest", &coarsest, "squares"_a, "fits"_a.noconvert(), "rungs"_a.noconvert(), "tolerance"_a,
+          "Returns the rungs of the steps that make and that decode the levels of a first moment: of the first of the\n"
+          "given rungs that changes the update by at most the tolerance. None: there is none. squares, fits: of\n"
+          "update_fits or grid_fits.");
+    m.def("rank_one", &rank_one, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(), "exponents"_a.noconvert(),
+          "rows"_a.noconvert(), "columns"_a.noconvert(),
+          "Fills the levels of factors whose outer product has these sums. exponents: of the power of each bucket.\n"
+          "Returns the first exponent and the number of bins of the rows, and the same of the columns; None if all\n"
+          "values are zero or there are too many levels. ValueError: there are no values.");
+    nb::class_<SmallMoments>(m, "SmallMoments", "Quantizes moments of small tensors, each in one call.")
+        .def(nb::init<Table<const std::int16_t>,
+                      std::vector<std::tuple<int, Table<const std::int16_t>, Table<const float>>>, double,
+                      const Array<const std::int32_t>&, const Array<const float>&>(),
+             "factors"_a.noconvert(), "grids"_a, "epsilon"_a, "rungs"_a.noconvert(), "inverses"_a.noconvert(),
+             "factors: exponents of the rank-one form. grids: pace, exponents and rounded values of each bucket.")
+        .def("second", &SmallMoments::second, "values"_a.noconvert(), "tolerance"_a, "rows"_a.noconvert(),
+             "columns"_a.noconvert(), "levels"_a.noconvert(),
+             "Fills rows and columns, and returns their bins; or fills levels, and returns their pace and bins; or\n"
+             "returns None: store it exactly. rows, columns: empty if it is no matrix.")
+        .def("first", &SmallMoments::first, "values"_a.noconvert(), "second"_a.noconvert(), "first_of_second"_a,
+             "columns"_a.none().noconvert(), "first_of_columns"_a, "pace"_a, "tolerance"_a, "levels"_a.noconvert(),
+             "Fills levels, and returns the rung that decodes them, and the highest level; None: store it exactly.\n"
+             "second, columns: levels of the second moment's rows and columns, or of all values and None.");
     m.def("sums", &sums, "values"_a.noconvert(),
           "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
     m.def("divide_by_roots", &divide_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(), "out"_a.noconvert(),

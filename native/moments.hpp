@@ -1,10 +1,16 @@
-// How much a sample of stored moments changes updates. Sums are the same on every machine.
+// How much a sample of stored moments changes updates, and what follows for their grids (method 2.3). Sums are the same on
+// every machine.
 #pragma once
 
+#include <bit>
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <span>
+#include <vector>
 
 #include "grid.hpp"
+#include "tables.hpp"
 
 namespace dynaquant {
 
@@ -24,9 +30,58 @@ struct Updates {
     float largest = 0.0f;  // the largest magnitude of a first moment
 };
 
+// First moments in units of the roots of their second moments, and their weights in the sums of a fit: updates are
+// m / (sqrt(v) + epsilon).
+struct WeighedUnits {
+    WeighedUnits(std::span<const float> firsts, std::span<const float> seconds, double epsilon);
+
+    Updates updates;
+    std::vector<float> units;
+    std::vector<double> products, factors;
+};
+
 // Sets fits[k] for first moments in units of the roots of their second moments, on the grid with step 1 / inverses[k],
 // weighted as the updates m / (sqrt(v) + epsilon) are. seconds: as many as firsts; zero only where those are.
 Updates update_fits(std::span<const float> firsts, std::span<const float> seconds, double epsilon,
                     std::span<const float> inverses, std::span<GridFit> fits);
+
+// The grid of a first moment: the rung of the step that makes its levels, and that of the step that decodes them.
+struct MomentGrid {
+    int made = 0, decoded = 0;
+};
+
+// Returns the first grid, of the steps at these rungs, that changes the update by at most the tolerance; none if there is
+// no such grid. Levels are decoded with another step than the one that made them, so that the moment keeps its length
+// along its own direction: what is left after rounding is shorter. squares: Σ update². fits: of each step.
+std::optional<MomentGrid> coarsest(double squares, std::span<const GridFit> fits, std::span<const std::int32_t> rungs,
+                                   double tolerance);
+
+// The exponent e of the power 2^(pace·e/4) that is nearest to the values of each bucket.
+using Exponents = std::span<const std::int16_t, bucket_count>;
+
+constexpr float smallest_power = 0x1p-133f;  // the smallest value outside the bucket of zero
+
+inline std::size_t bucket_of(float value) { return std::bit_cast<std::uint32_t>(value) >> 16; }
+
+// A logarithmic grid: bin i is the power with exponent first + i.
+struct LogBins {
+    int first = 0, bins = 0;
+};
+
+// Returns the bins that hold all values between these two, and zero; none if that takes too many levels. smallest: of the
+// values that are not zero.
+std::optional<LogBins> log_bins(float smallest, float largest, Exponents exponents);
+
+// Sets the level of each value. values: not negative, within the bins.
+void log_levels(std::span<const float> values, LogBins bins, Exponents exponents, std::span<std::uint8_t> levels);
+
+struct RankOneBins {
+    LogBins rows, columns;
+};
+
+// Sets the levels of factors whose outer product has these sums of rows and columns: row mean × column mean / mean.
+// Returns none if all values are zero, or if there are too many levels.
+std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<const double> column_sums,
+                                    Exponents exponents, std::span<std::uint8_t> rows, std::span<std::uint8_t> columns);
 
 }  // namespace dynaquant

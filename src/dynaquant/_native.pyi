@@ -1,6 +1,6 @@
 from typing import Any
 
-from numpy import float32, float64, int64, uint8, uint16, uint32
+from numpy import float32, float64, int16, int32, int64, uint8, uint16, uint32
 from numpy.typing import NDArray
 
 LEVEL_PRUNED: int
@@ -49,6 +49,49 @@ def update_fits(
     fits: NDArray[float64],
 ) -> tuple[float, float]: ...
 def root_changes(values: NDArray[float32], decoded: NDArray[float32]) -> tuple[bool, float, int]: ...
+def matrix_magnitude(row_sums: NDArray[float64], column_sums: NDArray[float64]) -> tuple[float, float]: ...
+def vector_magnitude(values: NDArray[float64]) -> tuple[float, float]: ...
+def tensor_magnitude(values: NDArray[float32], rows: int) -> tuple[float, float] | None: ...
+def coarsest(
+    squares: float, fits: NDArray[float64], rungs: NDArray[int32], tolerance: float
+) -> tuple[int, int] | None: ...
+def rank_one(
+    row_sums: NDArray[float64],
+    column_sums: NDArray[float64],
+    exponents: NDArray[int16],
+    rows: NDArray[uint8],
+    columns: NDArray[uint8],
+) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
+
+class SmallMoments:
+    def __init__(
+        self,
+        factors: NDArray[int16],
+        grids: list[tuple[int, NDArray[int16], NDArray[float32]]],
+        epsilon: float,
+        rungs: NDArray[int32],
+        inverses: NDArray[float32],
+    ) -> None: ...
+    def second(
+        self,
+        values: NDArray[float32],
+        tolerance: float,
+        rows: NDArray[uint8],
+        columns: NDArray[uint8],
+        levels: NDArray[uint8],
+    ) -> tuple[tuple[int, int], tuple[int, int]] | tuple[int, tuple[int, int]] | None: ...
+    def first(
+        self,
+        values: NDArray[float32],
+        second: NDArray[uint8],
+        first_of_second: int,
+        columns: NDArray[uint8] | None,
+        first_of_columns: int,
+        pace: int,
+        tolerance: float,
+        levels: NDArray[uint8],
+    ) -> tuple[int, int] | None: ...
+
 def divide_by_roots(values: NDArray[float32], seconds: NDArray[float32], out: NDArray[float32]) -> None: ...
 def multiply_by_roots(values: NDArray[float32], seconds: NDArray[float32]) -> None: ...
 def divide_by_outer_roots(

@@ -13,10 +13,13 @@ from whole_tensors import quantize_second_moment as second_moment_of
 from dynaquant.engine.forms.form import dequantize, piece_length
 from dynaquant.engine.forms.stored import encode
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.first_moment import FIRST_RUNGS, LARGEST_SHIFT
+from dynaquant.engine.quantize.first_moment import FIRST_RUNGS
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.moments import quantize_moments
-from dynaquant.engine.tensors.codebook import rung_value
+from dynaquant.engine.tensors.codebook import RUNGS_PER_OCTAVE, rung_value
+
+LARGEST_SHIFT = 2 * RUNGS_PER_OCTAVE
+"""The steps that make and that decode levels differ by two octaves at most (native/moments.cpp)."""
 
 
 @pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.3, 0.5, 0.9])

@@ -12,11 +12,13 @@ from ranks_in_threads import on_ranks
 from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration
-from dynaquant.engine.quantize.magnitude import LARGEST_SHARE, SMALLEST_SHARE, magnitudes
+from dynaquant.engine.quantize.magnitude import magnitudes
 from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.shard import Shard
 
 SEED = 3
+LARGEST_SHARE, SMALLEST_SHARE = 4.0, 1 / 8
+"""As in native/magnitudes.hpp."""
 
 
 def magnitude_of(tensor):

@@ -12,6 +12,7 @@ from typing import Any
 
 from dynaquant.engine.bound import Bound
 from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.garbage import collection_paused
 from dynaquant.ranks.group import Group
 from dynaquant.saving import finite
 from dynaquant.saving.capture import Captured, capture
@@ -72,6 +73,7 @@ class Saver:
         """When the next checkpoint is due."""
         return self._memory.schedule
 
+    @collection_paused()
     def save(self, step: int, exact_weights: bool = False) -> Future[Record]:
         """Capture and compress the state, and hand it over to the writing thread.
 

@@ -14,6 +14,7 @@ from dynaquant.engine.kernels.reused import ReusedMemory
 from dynaquant.engine.quantize import candidate as candidates
 from dynaquant.engine.quantize.candidate import CandidateWeights
 from dynaquant.errors import EvaluateError
+from dynaquant.garbage import collection_resumed
 from dynaquant.ranks.dtensors import abandon_forward, is_sharded, local_of, memory_of
 from dynaquant.search.evaluation import Evaluate, number_of, uses_batch_statistics_of
 from dynaquant.search.subject import ParameterValues
@@ -68,7 +69,8 @@ def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Eva
     try:
         with torch.no_grad():
             _substitute(model, values, in_place)
-            number = number_of(evaluate(model), "evaluate")
+            with collection_resumed():
+                number = number_of(evaluate(model), "evaluate")
     except Exception as error:
         abandon_forward(model)
         before.put_back()

@@ -51,6 +51,11 @@ class QuantizedTensor(Form):
         return Levels(self.levels, FIRST_BIN + self.codebook.bins)
 
     @property
+    def factor_levels(self) -> tuple[QuantizedTensor, ...]:
+        """The tensors of levels whose outer product its values are: itself alone."""
+        return (self,)
+
+    @property
     def is_zero(self) -> bool:
         if self.codebook.bins or len(self.protected):
             return False

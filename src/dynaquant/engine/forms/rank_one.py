@@ -32,6 +32,11 @@ class RankOne(Form):
     columns: QuantizedTensor
 
     @property
+    def factor_levels(self) -> tuple[QuantizedTensor, ...]:
+        """The tensors of levels whose outer product its values are: rows and columns."""
+        return self.rows, self.columns
+
+    @property
     def is_positive(self) -> bool:
         """Whether the smallest row times the smallest column is above zero."""
         rows, columns = self.rows.values(), self.columns.values()

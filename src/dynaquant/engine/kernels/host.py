@@ -15,15 +15,17 @@ Sensitivity = tuple[Tensor, NDArray[np.uint8]]
 The table holds pruned, protected or ``UNDECIDED``."""
 PIECE = (1 << 17) * _native.threads()
 """Number of values that fit into the caches of the processors, for several passes over them."""
+_LARGE = 1 << 22
+"""Bytes of memory for which NumPy asks for large pages."""
 _BUCKETS = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint32)
 _UNDECIDED = np.full(_BUCKETS, _native.UNDECIDED, dtype=np.uint8)
 
 
 def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor in memory from NumPy. NumPy asks for large pages, which are several times faster to fill."""
-    if not shape.numel():
-        return torch.empty(shape, dtype=dtype, device="cpu")  # empty NumPy arrays have strides without a view
+    """Return a new tensor. NumPy asks for large pages, which are several times faster to fill."""
+    if shape.numel() * dtype.itemsize < _LARGE:
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(np.empty(shape.numel() * dtype.itemsize, dtype=np.uint8)).view(dtype).reshape(shape)
 
 
@@ -33,14 +35,17 @@ def _flat(tensor: Tensor) -> Tensor:
     return flat if flat.data_ptr() % flat.element_size() == 0 else flat.clone()
 
 
-def _float32(tensor: Tensor) -> NDArray[np.float32]:
-    flat: NDArray[np.float32]
+def plain_values(tensor: Tensor) -> NDArray[np.float32] | None:
+    """Return the values of a float32 tensor, flat, without a copy; None if its memory is not what native code reads."""
     if tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous():
-        flat = tensor.detach().numpy().reshape(-1)  # the usual case, in a third of the time
-        if flat.flags.aligned:
-            return flat
-    flat = _flat(tensor).to(torch.float32).numpy()
-    return flat
+        flat: NDArray[np.float32] = tensor.detach().numpy().reshape(-1)
+        return flat if flat.flags.aligned else None
+    return None
+
+
+def _float32(tensor: Tensor) -> NDArray[np.float32]:
+    flat = plain_values(tensor)  # the usual case, in a third of the time
+    return _flat(tensor).to(torch.float32).numpy() if flat is None else flat
 
 
 def bits_of(tensor: Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:

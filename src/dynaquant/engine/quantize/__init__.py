@@ -14,6 +14,7 @@ In reading order:
 - ``log_grid``: one tensor on a logarithmic grid
 - ``moment_sample``: the elements by which the quantizers of moments are judged
 - ``second_moment``, ``first_moment``: one moment of an optimizer
+- ``small_moments``: moments of small tensors, each in one call
 - ``moments``: all moments of a checkpoint
 - ``averages``: how precisely averages of weights are stored
 - ``bounds``: tensors with a bound on every value's error

@@ -29,8 +29,6 @@ from dynaquant.engine.tensors.shard import Shard
 
 FIRST_RUNGS = tuple(range(12, -25, -1))
 """Grid steps to try for a first moment, coarsest first: rungs from 8 to 1/64 of the moment's unit."""
-LARGEST_SHIFT = 2 * RUNGS_PER_OCTAVE
-"""Levels are decoded with a step that differs by at most two octaves."""
 LARGEST = 1e37
 """A first moment with larger values is stored exactly: restored values, which can be several times as large, would be
 infinite."""
@@ -117,15 +115,15 @@ def _fits_of_update(first: Tensor, stored_second: QuantizedTensor | RankOne, sha
     """
     exact, second = _contiguous(sample(first, shard)), _contiguous(sample_stored(stored_second, shard))
     found = np.empty(4 * len(FIRST_RUNGS))
-    square, largest = _native.update_fits(exact, second, EPSILON, _inverses(0), found)
+    square, largest = _native.update_fits(exact, second, EPSILON, inverses(0), found)
     return _Fits(square if largest <= LARGEST else math.nan, found)
 
 
 def _fits_of_values(sampled: Tensor, square: float, unit: int) -> _Fits:
-    """Return the fits of grids to a first moment that is the update itself. unit: see ``_rungs``."""
+    """Return the fits of grids to a first moment that is the update itself. unit: see ``rungs``."""
     values = _contiguous(sampled)
     exact, found = values.astype(np.float64), np.empty(4 * len(FIRST_RUNGS))
-    _native.grid_fits(values, exact, np.ones_like(exact), _inverses(unit), found)
+    _native.grid_fits(values, exact, np.ones_like(exact), inverses(unit), found)
     judged = not len(values) or float(np.abs(values).max()) <= LARGEST
     return _Fits(square if judged else math.nan, found)
 
@@ -135,15 +133,16 @@ def _contiguous(sampled: Tensor) -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=256)
-def _rungs(unit: int) -> tuple[int, ...]:
+def rungs(unit: int) -> NDArray[np.int32]:
     """Return the rungs to try, counted from the rung ``unit``."""
-    return tuple(_clamped(unit + coarse) for coarse in FIRST_RUNGS)
+    clamped = (min(max(unit + coarse, LOWEST_RUNG), HIGHEST_STEP_RUNG) for coarse in FIRST_RUNGS)
+    return np.fromiter(clamped, dtype=np.int32)
 
 
 @lru_cache(maxsize=256)
-def _inverses(unit: int) -> NDArray[np.float32]:
-    """Return one by the step of each of ``_rungs``."""
-    return np.array([np.float32(1) / rung_value(rung) for rung in _rungs(unit)])
+def inverses(unit: int) -> NDArray[np.float32]:
+    """Return one by the step of each of ``rungs``."""
+    return np.array([np.float32(1) / rung_value(int(rung)) for rung in rungs(unit)])
 
 
 def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, int] | None]:
@@ -151,45 +150,8 @@ def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, 
 
     unit: the rung that ``FIRST_RUNGS`` counts from. fits: of the rank's part of the sample.
     """
-    square, *sums = (yield from total(fits.square, fits.by_rung)).tolist()
-    for rung, *fit in zip(_rungs(unit), *(sums[kind::4] for kind in range(4)), strict=True):
-        product, restored_square, protected_product, protected_square = fit
-        kept = float(rung_value(rung)) * product + protected_product
-        shift = _shift(kept / square if square else 1.0)
-        if shift is None:
-            continue
-        decoded = _clamped(rung + shift)
-        step = float(rung_value(decoded))
-        restored = step * step * restored_square + protected_square
-        distance = square + restored - 2 * (step * product + protected_product)
-        if _relative_error(distance, square) <= tolerance:
-            return rung, decoded
-    return None
-
-
-def _clamped(rung: int) -> int:
-    return min(max(rung, LOWEST_RUNG), HIGHEST_STEP_RUNG)
-
-
-def _shift(kept: float) -> int | None:
-    """Return how many rungs larger the step must be to restore the moment's length. None if that is too many.
-
-    kept: the restored length along the moment's own direction, relative to the moment's.
-    """
-    shift = round(RUNGS_PER_OCTAVE * -math.log2(kept)) if 0 < kept < math.inf else LARGEST_SHIFT + 1
-    return shift if abs(shift) <= LARGEST_SHIFT else None
-
-
-def _relative_error(squared_distance: float, squared_norm: float) -> float:
-    """Return the distance by the norm.
-
-    Returns 0 if both are zero, infinity if only the norm is zero or if the distance is not finite.
-    """
-    if not math.isfinite(squared_distance):
-        return math.inf
-    if not squared_norm:
-        return math.inf if squared_distance else 0.0
-    return math.sqrt(max(squared_distance, 0.0)) / math.sqrt(squared_norm)
+    square, *sums = yield from total(fits.square, fits.by_rung)
+    return _native.coarsest(float(square), np.array(sums), rungs(unit), tolerance)
 
 
 def _on_grid(tensor: Tensor, rung: int, decoded: int) -> QuantizedTensor:

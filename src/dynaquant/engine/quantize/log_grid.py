@@ -27,6 +27,8 @@ from dynaquant.engine.tensors.log_histogram import MAGNITUDES, bucket_values, ta
 
 SMALLEST = 2.0**-133
 """The smallest value outside the bucket of zero."""
+NO_OUTLIERS = np.zeros(0, np.uint16)
+"""On a logarithmic grid, no value is stored as an outlier."""
 Extremes = tuple[float, float]
 """The smallest value of a tensor that is at least ``SMALLEST``, infinity if there is none; and the largest value."""
 
@@ -41,15 +43,14 @@ def quantize_to_log_grid(tensor: Tensor, pace: int, extremes: Extremes | None = 
     smallest, largest = extremes_of(tensor) if extremes is None else extremes
     first, bins = 0, 0
     if largest >= SMALLEST:
-        low, high = _exponents(pace)[_buckets(np.array([smallest, largest], dtype=np.float32))]
+        low, high = exponents(pace)[_buckets(np.array([smallest, largest], dtype=np.float32))]
         first, bins = int(low), int(high - low) + 1
     if bins > MAX_BINS:
         return None
     table = table_for(tensor.dtype, _level_table(pace, first))
     levels = kernels.for_device(tensor.device).table_levels(tensor, table)
-    no_outliers = np.zeros(0, np.uint16)
     codebook = LogGrid(pace, first, bins)
-    return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), codebook, no_outliers)
+    return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), codebook, NO_OUTLIERS)
 
 
 def extremes_of(tensor: Tensor) -> Extremes:
@@ -63,13 +64,13 @@ def extremes_of(tensor: Tensor) -> Extremes:
 
 def round_to_log_grid(values: NDArray[np.float32], pace: int, dtype: torch.dtype) -> NDArray[np.float32]:
     """Return the values that ``quantize_to_log_grid`` would store for a tensor of ``dtype``, as float32."""
-    return _rounded(pace, dtype)[_buckets(values)]
+    return rounded(pace, dtype)[_buckets(values)]
 
 
 @lru_cache(maxsize=16)
-def _rounded(pace: int, dtype: torch.dtype) -> NDArray[np.float32]:
+def rounded(pace: int, dtype: torch.dtype) -> NDArray[np.float32]:
     """Return what the values of each bucket are rounded to."""
-    occurring, index = np.unique(_exponents(pace), return_inverse=True)
+    occurring, index = np.unique(exponents(pace), return_inverse=True)
     powers = np.array([rung_value(int(exponent) * pace) for exponent in occurring], dtype=np.float32)[index]
     powers[0] = 0
     found: NDArray[np.float32] = saturating_cast(torch.from_numpy(powers), dtype).to(torch.float32).numpy()
@@ -79,7 +80,7 @@ def _rounded(pace: int, dtype: torch.dtype) -> NDArray[np.float32]:
 @lru_cache(maxsize=256)
 def _level_table(pace: int, first: int) -> NDArray[np.uint8]:
     """Return the level of each bucket."""
-    table = np.clip(_exponents(pace) - first + FIRST_BIN, 0, 255).astype(np.uint8)
+    table = np.clip(exponents(pace) - first + FIRST_BIN, 0, 255).astype(np.uint8)
     table[[0, MAGNITUDES]] = PRUNED
     return table
 
@@ -89,10 +90,10 @@ def _buckets(values: NDArray[np.float32]) -> NDArray[np.uint32]:
 
 
 @cache
-def _exponents(pace: int) -> NDArray[np.int16]:
+def exponents(pace: int) -> NDArray[np.int16]:
     """Return the exponent e of the power ``2^(pace·e/4)`` nearest to each bucket; valid for buckets above zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
         rungs = np.log2(bucket_values().astype(np.float64)) * RUNGS_PER_OCTAVE
-    exponents = np.clip(np.rint(np.nan_to_num(rungs) / pace), math.ceil(LOWEST_RUNG / pace), HIGHEST_RUNG // pace)
-    result: NDArray[np.int16] = exponents.astype(np.int16)
+    nearest = np.clip(np.rint(np.nan_to_num(rungs) / pace), math.ceil(LOWEST_RUNG / pace), HIGHEST_RUNG // pace)
+    result: NDArray[np.int16] = nearest.astype(np.int16)
     return result

@@ -15,22 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaquant import _native
 from dynaquant.engine import kernels
+from dynaquant.engine.kernels.host import plain_values
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.shard import Shard
 
-SMALL_ROWS = 0.1
-"""The share of rows, and of columns, that may have smaller values than ``Magnitude.small``."""
-SMALLEST_SHARE = 1 / 8
-"""``Magnitude.small`` is at least this share of the root mean square of the row in the middle: rows that are all but
-zero do not matter more than that."""
-LARGEST_SHARE = 4.0
-"""Rows count with at most this multiple of the middle row's root mean square."""
-NORMAL_MEDIAN = 0.6745
-"""Median magnitude of normally distributed values, in standard deviations."""
 _SAFE = 1e-12, 1e15
 """The squares of float32 values between these neither overflow nor vanish."""
 
+_SMALL = 1 << 17
+"""Elements of tensors that are worth a call of their own."""
 SMALLEST, LARGEST = 2.0**-126, 1e37
 """A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
 (Only float64 has values beyond 1e38.)"""
@@ -43,9 +38,9 @@ Axes = tuple[NDArray[np.float64], ...]
 class Magnitude:
     """How large the values of a tensor are.
 
-    mean_square: of all values, but of outliers only as much as LARGEST_SHARE lets through. small: the root mean square
-    of the smallest rows or columns, but for SMALL_ROWS of them. Of a vector, the standard deviation: a norm's weights
-    lie near one, and what they have learned is how they differ.
+    mean_square: of all values, but of outliers only a part. small: the root mean square of the smallest rows or
+    columns, but for a tenth of them. Of a vector, the standard deviation: a norm's weights lie near one, and what they
+    have learned is how they differ. ``native/magnitudes.hpp`` has the shares.
     """
 
     mean_square: float
@@ -61,9 +56,12 @@ def magnitudes(
     ``QUANTIZABLE_DTYPES``; looked up again whenever they are needed. nonfinite: gets the number of infinite or NaN
     values of each tensor that has any.
     """
-    extremes, counts = {}, {}
+    extremes, counts, small = {}, {}, {}
     for name, tensor in tensors.items():
-        extremes[name], counts[name] = _extremes_of(tensor)
+        if not shards.divided and (found := _of_small(tensor)) is not None:
+            small[name] = found
+        else:
+            extremes[name], counts[name] = _extremes_of(tensor)
     extremes, counts = shards.largest(extremes), shards.sums(counts)
     largest = {}
     for name, (highest, minus_lowest) in extremes.items():
@@ -76,7 +74,18 @@ def magnitudes(
     if shards.divided:
         sums = shards.sums({name: np.concatenate(axes).tolist() for name, axes in own.items()})
         own = {n: tuple(np.split(np.array(sums[n]), np.cumsum([len(a) for a in own[n]])[:-1])) for n in own}
-    return {name: _of_vector(*axes) if len(axes) == 1 else _of_matrix(*axes) for name, axes in own.items()}
+    of_axes = {name: Magnitude(*_of_axes(*axes)) for name, axes in own.items()}
+    return {
+        name: small[name] if name in small else of_axes[name] for name in tensors if name in small or name in of_axes
+    }
+
+
+def _of_small(tensor: Tensor) -> Magnitude | None:
+    """Return the magnitude of a small float32 tensor on the host, in one call; None for others, and for odd values."""
+    if not 0 < tensor.numel() <= _SMALL or (values := plain_values(tensor)) is None:
+        return None
+    found = _native.tensor_magnitude(values, tensor.shape[0] if tensor.ndim else 1)
+    return None if found is None else Magnitude(*found)
 
 
 def _extremes_of(tensor: Tensor) -> tuple[list[float], list[float]]:
@@ -122,36 +131,5 @@ def _squares(matrix: Tensor, is_safe: bool) -> tuple[NDArray[np.float64], NDArra
     return rows, columns
 
 
-def _of_matrix(row_sums: NDArray[np.float64], column_sums: NDArray[np.float64]) -> Magnitude:
-    smallest, middles, means = [], [], []
-    for sums, length in ((row_sums, len(column_sums)), (column_sums, len(row_sums))):
-        squares = sums / length
-        present = squares[squares > 0]
-        middle = _quantile(present, 0.5)
-        smallest.append(_quantile(present, SMALL_ROWS))
-        middles.append(middle)
-        means.append(float(np.minimum(squares, LARGEST_SHARE**2 * middle).mean()))
-    small = max(math.sqrt(min(smallest)), SMALLEST_SHARE * math.sqrt(min(middles)))
-    return Magnitude(min(means), small)
-
-
-def _quantile(values: NDArray[np.float64], share: float) -> float:
-    """Return the quantile of values, between two of them by linear interpolation.
-
-    ``np.quantile`` does the same, but takes ten times as long for a few hundred values.
-    """
-    place = share * (len(values) - 1)
-    below = int(place)
-    above = min(below + 1, len(values) - 1)
-    ordered = np.partition(values, (below, above))
-    low, high = float(ordered[below]), float(ordered[above])
-    return low + (high - low) * (place - below)
-
-
-def _of_vector(values: NDArray[np.float64]) -> Magnitude:
-    apart = np.abs(values - _quantile(values, 0.5))
-    deviation = _quantile(apart[apart > 0], 0.5) / NORMAL_MEDIAN
-    sizes = np.abs(values)
-    middle = _quantile(sizes[sizes > 0], 0.5) / NORMAL_MEDIAN
-    mean_square = float(np.square(np.minimum(sizes, LARGEST_SHARE * middle)).mean())
-    return Magnitude(mean_square, deviation)
+def _of_axes(*axes: NDArray[np.float64]) -> tuple[float, float]:
+    return _native.vector_magnitude(*axes) if len(axes) == 1 else _native.matrix_magnitude(*axes)

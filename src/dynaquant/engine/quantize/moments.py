@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine import kernels
@@ -17,6 +19,11 @@ from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label, Role
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.engine.quantize.second_moment import quantize_second_moment
+from dynaquant.engine.quantize.small_moments import (
+    quantize_small_first_moment,
+    quantize_small_second_moment,
+    small_values,
+)
 from dynaquant.engine.reduction import Reduce, Reduction, run_in_windows, total
 from dynaquant.engine.tensors.shard import Shard
 
@@ -63,12 +70,17 @@ def quantize_moments(
         assert shape == shard.local_shape, name
         return shard
 
+    def small_values_of(name: str) -> NDArray[np.float32] | None:
+        return None if name in shards else small_values(tensors[name])
+
     def size(name: str) -> int:
         # Sums of rows and columns are as long as those of the whole tensor.
         return tensors[name].numel() + sum(shards[name].shape if name in shards else tensors[name].shape)
 
     def second(name: str) -> Reduction[QuantizedTensor | RankOne | None]:
         tensor = tensors[name]
+        if (values := small_values_of(name)) is not None:
+            return quantize_small_second_moment(values, tensor.shape, second_tolerance)
         shard = shard_of(name, tensor.shape)
         if (yield from _usable(tensor, shard, lowest=0.0)):
             return (yield from quantize_second_moment(tensor, second_tolerance, shard))
@@ -87,6 +99,9 @@ def quantize_moments(
         if stored is None:
             return None
         tensor = tensors[name]
+        are_small = small_values_of(divisor) is not None and tensor.shape == stored.shape and tolerance < math.inf
+        if are_small and (values := small_values_of(name)) is not None:
+            return quantize_small_first_moment(values, stored, divisor, tolerance)
         shard = shard_of(name, tensor.shape)
         if (yield from _usable(tensor, shard, alike=shard_of(divisor, stored.shape) == shard)):
             return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, shard))

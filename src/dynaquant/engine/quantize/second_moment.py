@@ -14,9 +14,17 @@ from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.quantize.log_grid import Extremes, extremes_of, quantize_to_log_grid, round_to_log_grid
+from dynaquant.engine.quantize.log_grid import (
+    NO_OUTLIERS,
+    Extremes,
+    exponents,
+    extremes_of,
+    quantize_to_log_grid,
+    round_to_log_grid,
+)
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Numbers, Reduction, total
+from dynaquant.engine.tensors.codebook import LogGrid
 from dynaquant.engine.tensors.shard import Shard
 
 FACTOR_PACE = 1
@@ -62,20 +70,21 @@ def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[R
         return None
     shard = shard or Shard.whole(tensor.shape)
     local_rows, local_columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
-    height, width = shard.shape[0], shard.shape[1:].numel()
+    height = shard.shape[0]
     sums = yield from total(*_row_and_column_sums(tensor, local_rows, local_columns))
-    row_means, column_means = sums[:height] / width, sums[height:] / height
-    root = math.sqrt(row_means.mean())
-    if not 0 < root < math.inf:
+    if not len(sums) or not shard.shape.numel():
         return None
-
-    def factor(means: NDArray[np.float64]) -> QuantizedTensor | None:
-        return quantize_to_log_grid(torch.from_numpy((means / root).astype(np.float32)), FACTOR_PACE)
-
-    rows, columns = factor(row_means), factor(column_means)
-    if rows is None or columns is None:
+    rows, columns = np.empty(height, dtype=np.uint8), np.empty(len(sums) - height, dtype=np.uint8)
+    bins = _native.rank_one(sums[:height], sums[height:], exponents(FACTOR_PACE), rows, columns)
+    if bins is None:
         return None
-    return RankOne(tensor.dtype, tensor.shape, _local(rows, local_rows), _local(columns, local_columns))
+    of_rows, of_columns = (factor(*each) for each in zip(bins, (rows, columns), strict=True))
+    return RankOne(tensor.dtype, tensor.shape, _local(of_rows, local_rows), _local(of_columns, local_columns))
+
+
+def factor(bins: tuple[int, int], levels: NDArray[np.uint8]) -> QuantizedTensor:
+    """Return the rows or columns of a rank-one form. bins: the exponent of the first one, and their number."""
+    return QuantizedTensor(torch.float32, torch.Size([len(levels)]), levels, LogGrid(FACTOR_PACE, *bins), NO_OUTLIERS)
 
 
 def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[bool]:

@@ -1,0 +1,91 @@
+// How large the values of a tensor are.
+#include "magnitudes.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <vector>
+
+#include "sums.hpp"
+
+namespace dynaquant {
+namespace {
+
+constexpr double normal_median = 0.6745;  // median magnitude of normally distributed values, in standard deviations
+constexpr float smallest_safe = 1e-12f, largest_safe = 1e15f;
+
+// Returns the quantile of values, between two of them by linear interpolation. Reorders them.
+double quantile(std::vector<double>& values, double share) {
+    const double place = share * static_cast<double>(values.size() - 1);
+    const auto below = static_cast<std::ptrdiff_t>(place);
+    const auto at = values.begin() + below;
+    std::nth_element(values.begin(), at, values.end());
+    const double low = *at;
+    const double high = at + 1 == values.end() ? low : *std::min_element(at + 1, values.end());
+    return low + (high - low) * (place - static_cast<double>(below));
+}
+
+double median_of_positive(std::span<const double> values) {
+    std::vector<double> present;
+    std::copy_if(values.begin(), values.end(), std::back_inserter(present), [](double value) { return value > 0.0; });
+    return quantile(present, 0.5);
+}
+
+// Returns the mean of values of which none counts more than a limit.
+double limited_mean(std::span<const double> values, double limit) {
+    double sum = 0.0;
+    for (const double value : values) sum += std::min(value, limit);
+    return sum / static_cast<double>(values.size());
+}
+
+}  // namespace
+
+Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const double> column_sums) {
+    std::array<double, 2> smallest, middles, means;
+    const std::array axes{row_sums, column_sums};
+    for (std::size_t axis = 0; axis < 2; ++axis) {
+        const auto length = static_cast<double>(axes[1 - axis].size());
+        std::vector<double> squares, present;
+        for (const double sum : axes[axis]) {
+            squares.push_back(sum / length);
+            if (sum > 0.0) present.push_back(sum / length);
+        }
+        middles[axis] = quantile(present, 0.5);
+        smallest[axis] = quantile(present, small_rows);
+        means[axis] = limited_mean(squares, largest_share * largest_share * middles[axis]);
+    }
+    const double small = std::max(std::sqrt(std::min(smallest[0], smallest[1])),
+                                  smallest_share * std::sqrt(std::min(middles[0], middles[1])));
+    return {std::min(means[0], means[1]), small};
+}
+
+Magnitude vector_magnitude(std::span<const double> values) {
+    std::vector<double> ordered(values.begin(), values.end());
+    const double middle = quantile(ordered, 0.5);
+    std::vector<double> apart, sizes;
+    for (const double value : values) {
+        apart.push_back(std::abs(value - middle));
+        sizes.push_back(std::abs(value));
+    }
+    const double deviation = median_of_positive(apart) / normal_median;
+    const double limit = largest_share * (median_of_positive(sizes) / normal_median);
+    double sum = 0.0;
+    for (const double size : sizes) sum += std::min(size, limit) * std::min(size, limit);
+    return {sum / static_cast<double>(sizes.size()), deviation};
+}
+
+std::optional<Magnitude> tensor_magnitude(std::span<const float> values, std::size_t rows) {
+    const Extremes found = extremes(values);
+    const float largest = std::max(found.highest, -found.lowest);
+    if (!(found.lowest < found.highest && largest > smallest_safe && largest < largest_safe)) return std::nullopt;
+    const std::size_t columns = values.size() / rows;
+    if (rows == 1 || columns == 1) return vector_magnitude(std::vector<double>(values.begin(), values.end()));
+    std::vector<float> squares(values.size());
+    std::transform(values.begin(), values.end(), squares.begin(), [](float value) { return value * value; });
+    std::vector<double> row_sums(rows), column_sums(columns);
+    row_and_column_sums(squares, row_sums, column_sums);
+    return matrix_magnitude(row_sums, column_sums);
+}
+
+}  // namespace dynaquant

@@ -1,0 +1,85 @@
+"""Quantize moments of small tensors, each in one native call (method 2.3).
+
+The decisions are those of ``second_moment`` and ``first_moment``, which serve all other tensors: large ones, those of
+other dtypes, on devices, and of sharded trainings. There, one moment takes some fifteen calls. In a checkpoint of a
+thousand small tensors, nothing else would take as long.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant import _native
+from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.units import ScaledMoment, in_units
+from dynaquant.engine.kernels.host import plain_values
+from dynaquant.engine.quantize.first_moment import EPSILON, inverses, rungs
+from dynaquant.engine.quantize.log_grid import NO_OUTLIERS, exponents, rounded
+from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
+from dynaquant.engine.quantize.second_moment import FACTOR_PACE, SECOND_PACES, factor
+from dynaquant.engine.tensors.codebook import FIRST_BIN, MAX_BINS, Grid, LogGrid
+
+
+def small_values(tensor: Tensor) -> NDArray[np.float32] | None:
+    """Return the values of a tensor for this module: float32, on the host, and all of it would be the sample."""
+    return plain_values(tensor) if 0 < tensor.numel() <= SAMPLE_SIZE else None
+
+
+def quantize_small_second_moment(
+    values: NDArray[np.float32], shape: torch.Size, tolerance: float
+) -> QuantizedTensor | RankOne | None:
+    """Do what ``quantize_second_moment`` does. None also stands for values that are not finite, or negative."""
+    height = shape[0] if len(shape) > 1 else 0
+    levels = np.empty(len(values), dtype=np.uint8)
+    rows, columns = np.empty(height, dtype=np.uint8), np.empty(len(levels) // height if height else 0, dtype=np.uint8)
+    found = _native_moments().second(values, tolerance, rows, columns, levels)
+    if found is None:
+        return None
+    head, bins = found
+    if isinstance(head, int):
+        return QuantizedTensor(torch.float32, shape, levels, LogGrid(head, *bins), NO_OUTLIERS)
+    return RankOne(torch.float32, shape, factor(head, rows), factor(bins, columns))
+
+
+def quantize_small_first_moment(
+    values: NDArray[np.float32], stored_second: QuantizedTensor | RankOne, second_name: str, tolerance: float
+) -> ScaledMoment | None:
+    """Do what ``quantize_first_moment`` does. None also stands for values that are not finite.
+
+    tolerance: finite. stored_second: what ``quantize_small_second_moment`` returned.
+    """
+    levels = np.empty(len(values), dtype=np.uint8)
+    codebooks = [cast(LogGrid, factor.codebook) for factor in stored_second.factor_levels]
+    of_second, *of_columns = (factor.levels for factor in stored_second.factor_levels)
+    found = _native_moments().first(
+        values,
+        of_second,
+        codebooks[0].first,
+        of_columns[0] if of_columns else None,
+        codebooks[-1].first,
+        codebooks[0].pace,
+        tolerance,
+        levels,
+    )
+    if found is None:
+        return None
+    decoded, highest = found
+    bins = min(max(highest - FIRST_BIN + 1, 0), MAX_BINS)
+    outliers = NO_OUTLIERS
+    if highest > FIRST_BIN + MAX_BINS - 1:
+        outliers = protected_values(in_units(torch.from_numpy(values), stored_second), torch.from_numpy(levels))
+    units = QuantizedTensor(torch.float32, stored_second.shape, levels, Grid(decoded, bins), outliers)
+    return ScaledMoment(torch.float32, units, stored_second, second_name)
+
+
+@cache
+def _native_moments() -> _native.SmallMoments:
+    grids = [(pace, exponents(pace), rounded(pace, torch.float32)) for pace in SECOND_PACES]
+    return _native.SmallMoments(exponents(FACTOR_PACE), grids, EPSILON, rungs(0), inverses(0))
