@@ -127,6 +127,13 @@ void grid_values(const Array<const float>& values, float inverse, float step, st
     dynaquant::grid_values(view(values), inverse, step, seed, first, view(out));
 }
 
+std::pair<double, double> grid_errors(const Array<const float>& values, float inverse, float step,
+                                      std::optional<std::uint32_t> seed, std::size_t first) {
+    const nb::gil_scoped_release release;
+    const auto found = dynaquant::grid_errors(view(values), inverse, step, seed, first);
+    return {found.squares, found.errors};
+}
+
 // Sums of grid fits, as many as fits has room for.
 void copy_fits(const std::vector<dynaquant::GridFit>& found, double* out) {
     for (const auto& fit : found)
@@ -189,6 +196,18 @@ std::optional<std::pair<int, int>> coarsest(double squares, const Array<const do
     for (std::size_t i = 0; i < sums.size(); ++i)
         sums[i] = {numbers[4 * i], numbers[4 * i + 1], numbers[4 * i + 2], numbers[4 * i + 3]};
     const auto found = dynaquant::coarsest(squares, sums, view(rungs), tolerance);
+    if (!found) return std::nullopt;
+    return std::pair{found->made, found->decoded};
+}
+
+std::optional<std::pair<int, int>> coarsest_update(const Array<const float>& firsts, const Array<const float>& seconds,
+                                                   double epsilon, const Array<const std::int32_t>& rungs,
+                                                   const Array<const float>& inverses, double tolerance) {
+    check_same_size(firsts.size(), seconds.size());
+    check_same_size(rungs.size(), inverses.size());
+    const nb::gil_scoped_release release;
+    const dynaquant::WeighedUnits weighed(view(firsts), view(seconds), epsilon);
+    const auto found = dynaquant::coarsest_update(weighed, view(rungs), view(inverses), tolerance);
     if (!found) return std::nullopt;
     return std::pair{found->made, found->decoded};
 }
@@ -460,6 +479,8 @@ NB_MODULE(_native, m) {
           "out"_a.noconvert(),
           "Fills the values that the levels of grid_levels are restored to, without making the levels.\n"
           "first: the index of the first value in its tensor, for stochastic rounding.");
+    m.def("grid_errors", &grid_errors, "values"_a.noconvert(), "inverse"_a, "step"_a, "seed"_a.none(), "first"_a,
+          "Returns what errors does for the values that grid_values fills, without making them.");
     m.def("grid_fits", &grid_fits, "values"_a.noconvert(), "products"_a.noconvert(), "squares"_a.noconvert(),
           "inverses"_a.noconvert(), "fits"_a.noconvert(),
           "Fills four sums for each grid with step 1 / inverse: Σ r · product and Σ r² · square over the values that are\n"
@@ -484,6 +505,9 @@ NB_MODULE(_native, m) {
           "Returns the rungs of the steps that make and that decode the levels of a first moment: of the first of the\n"
           "given rungs that changes the update by at most the tolerance. None: there is none. squares, fits: of\n"
           "update_fits or grid_fits.");
+    m.def("coarsest_update", &coarsest_update, "firsts"_a.noconvert(), "seconds"_a.noconvert(), "epsilon"_a,
+          "rungs"_a.noconvert(), "inverses"_a.noconvert(), "tolerance"_a,
+          "Returns what coarsest does with the sums of update_fits, but computes no more of them than necessary.");
     m.def("rank_one", &rank_one, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(), "exponents"_a.noconvert(),
           "rows"_a.noconvert(), "columns"_a.noconvert(),
           "Fills the levels of factors whose outer product has these sums. exponents: of the power of each bucket.\n"

@@ -88,26 +88,32 @@ float protected_value(float value) {
     return std::bit_cast<float>((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
+// Rounds up to a piece of values to the values of their levels.
+template <bool Stochastic>
+[[gnu::always_inline]] inline void round_values(std::span<const float> values, float inverse, float step,
+                                                std::uint32_t seed, std::size_t first, float* out) {
+    std::array<std::int32_t, piece_size> multiples;
+    round_piece<Stochastic>(values, inverse, seed, first, multiples.data());
+    std::int32_t farthest = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        out[i] = static_cast<float>(multiples[i]) * step;
+        farthest = std::max(farthest, std::abs(multiples[i]));
+    }
+    if (farthest > highest_multiple)  // rare
+        for (std::size_t i = 0; i < values.size(); ++i)
+            if (std::abs(multiples[i]) > highest_multiple) out[i] = protected_value(values[i]);
+}
+
 // Rounds a block to the values of its levels.
 template <bool Stochastic, void store(const float*, std::size_t, float*)>
 [[gnu::always_inline]] inline void round(std::span<const float> values, float inverse, float step, std::uint32_t seed,
                                          std::size_t first, float* out) {
     alignas(64) std::array<float, piece_size> piece;
-    std::array<std::int32_t, piece_size> multiples;
     for (std::size_t done = 0; done < values.size();) {
         // The first piece ends where the output is aligned to a piece, so all others begin there.
         const std::size_t after_border = reinterpret_cast<std::uintptr_t>(out + done) / sizeof(float) % piece_size;
         const std::size_t count = std::min(piece_size - after_border, values.size() - done);
-        const auto some = values.subspan(done, count);
-        round_piece<Stochastic>(some, inverse, seed, first + done, multiples.data());
-        std::int32_t farthest = 0;
-        for (std::size_t i = 0; i < count; ++i) {
-            piece[i] = static_cast<float>(multiples[i]) * step;
-            farthest = std::max(farthest, std::abs(multiples[i]));
-        }
-        if (farthest > highest_multiple)  // rare
-            for (std::size_t i = 0; i < count; ++i)
-                if (std::abs(multiples[i]) > highest_multiple) piece[i] = protected_value(some[i]);
+        round_values<Stochastic>(values.subspan(done, count), inverse, step, seed, first + done, piece.data());
         store(piece.data(), count, out + done);
         done += count;
     }
@@ -122,6 +128,43 @@ DYNAQUANT_AVX2 void store_past_caches(const float* values, std::size_t count, fl
     for (std::size_t i = 0; i < piece_size; i += 8) _mm256_stream_ps(out + i, _mm256_load_ps(values + i));
 }
 #endif
+
+// Adds up what grid_errors returns for a block, in the order of errors().
+template <bool Stochastic>
+[[gnu::always_inline]] inline Errors errors_of_block(std::span<const float> values, float inverse, float step,
+                                                     std::uint32_t seed, std::size_t first) {
+    constexpr std::size_t lanes = 16;
+    static_assert(piece_size % lanes == 0);
+    std::array<double, lanes> squares{}, errors{};
+    std::array<float, piece_size> piece;
+    for (std::size_t done = 0; done < values.size(); done += piece_size) {
+        const auto some = values.subspan(done, std::min(piece_size, values.size() - done));
+        round_values<Stochastic>(some, inverse, step, seed, first + done, piece.data());
+        const auto add = [&](std::size_t i, std::size_t lane) {
+            const double wanted = some[i], error = piece[i] - some[i];
+            squares[lane] += wanted * wanted;
+            errors[lane] += error * error;
+        };
+        const std::size_t whole = some.size() / lanes * lanes;
+        for (std::size_t i = 0; i < whole; i += lanes)
+            for (std::size_t lane = 0; lane < lanes; ++lane) add(i + lane, lane);
+        for (std::size_t i = whole; i < some.size(); ++i) add(i, i - whole);
+    }
+    Errors found;
+    for (std::size_t lane = 0; lane < lanes; ++lane) found.squares += squares[lane], found.errors += errors[lane];
+    return found;
+}
+
+template <bool Stochastic>
+Errors errors_plain(std::span<const float> values, float inverse, float step, std::uint32_t seed, std::size_t first) {
+    return errors_of_block<Stochastic>(values, inverse, step, seed, first);
+}
+
+template <bool Stochastic>
+DYNAQUANT_AVX2 Errors errors_avx2(std::span<const float> values, float inverse, float step, std::uint32_t seed,
+                                  std::size_t first) {
+    return errors_of_block<Stochastic>(values, inverse, step, seed, first);
+}
 
 // Adds up what grid_fits returns for one step. There are several sums of each kind: enough for compilers to vectorise.
 [[gnu::always_inline]] inline GridFit fit(std::span<const float> values, const double* products, const double* squares,
@@ -245,6 +288,21 @@ void grid_values(std::span<const float> values, float inverse, float step, std::
         const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
         round_values(block, inverse, step, seed.value_or(0), first + begin, out.data() + begin);
     });
+}
+
+Errors grid_errors(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
+                   std::size_t first) {
+    const auto of_block = seed ? (has_avx2() ? errors_avx2<true> : errors_plain<true>)
+                               : (has_avx2() ? errors_avx2<false> : errors_plain<false>);
+    std::vector<Errors> parts(block_count(values.size(), block_size));
+    parallel_for(parts.size(), [&](std::size_t b) {
+        const std::size_t begin = b * block_size;
+        const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
+        parts[b] = of_block(block, inverse, step, seed.value_or(0), first + begin);
+    });
+    Errors found;
+    for (const Errors& part : parts) found.squares += part.squares, found.errors += part.errors;
+    return found;
 }
 
 void grid_fits(std::span<const float> values, std::span<const double> products, std::span<const double> squares,

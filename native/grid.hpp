@@ -7,6 +7,8 @@
 #include <optional>
 #include <span>
 
+#include "sums.hpp"
+
 namespace dynaquant {
 
 // Rounds every value to a multiple of the step and sets levels[i] to its level, or to protected beyond 127 steps from
@@ -22,6 +24,10 @@ std::uint32_t grid_levels(std::span<const float> values, float inverse, std::opt
 // values[0] in the tensor, for stochastic rounding.
 void grid_values(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
                  std::size_t first, std::span<float> out);
+
+// Returns the squares of the values, and of the differences (in single precision) of what grid_values returns from them.
+Errors grid_errors(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
+                   std::size_t first);
 
 // How a grid rounds a sample, in units of its step and apart from the values that it protects. r is the multiple that a
 // value is rounded to, or the protected value.

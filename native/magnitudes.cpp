@@ -81,10 +81,8 @@ std::optional<Magnitude> tensor_magnitude(std::span<const float> values, std::si
     if (!(found.lowest < found.highest && largest > smallest_safe && largest < largest_safe)) return std::nullopt;
     const std::size_t columns = values.size() / rows;
     if (rows == 1 || columns == 1) return vector_magnitude(std::vector<double>(values.begin(), values.end()));
-    std::vector<float> squares(values.size());
-    std::transform(values.begin(), values.end(), squares.begin(), [](float value) { return value * value; });
     std::vector<double> row_sums(rows), column_sums(columns);
-    row_and_column_sums(squares, row_sums, column_sums);
+    row_and_column_squares(values, row_sums, column_sums);
     return matrix_magnitude(row_sums, column_sums);
 }
 

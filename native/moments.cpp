@@ -18,6 +18,7 @@ namespace {
 constexpr std::size_t lanes = 16;  // independent sums: enough for compilers to vectorise
 constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr int largest_shift = 2 * rungs_per_octave;  // steps that make and that decode levels differ by two octaves at most
+constexpr float largest_first = 1e37f;  // restored values, which can be several times as large, would be infinite
 constexpr int first_bin = 2;
 constexpr int max_bins = 256 - first_bin;
 
@@ -141,6 +142,17 @@ std::optional<MomentGrid> coarsest(double squares, std::span<const GridFit> fits
         const double restored = step * step * fit.square + fit.protected_square;
         const double distance = squares + restored - 2 * (step * fit.product + fit.protected_product);
         if (relative_error(distance, squares) <= tolerance) return MomentGrid{rungs[i], decoded};
+    }
+    return std::nullopt;
+}
+
+std::optional<MomentGrid> coarsest_update(const WeighedUnits& weighed, std::span<const std::int32_t> rungs,
+                                          std::span<const float> inverses, double tolerance) {
+    if (weighed.updates.largest > largest_first) return std::nullopt;
+    for (std::size_t i = 0; i < rungs.size(); ++i) {
+        GridFit fit;
+        grid_fits(weighed.units, weighed.products, weighed.factors, inverses.subspan(i, 1), {&fit, 1});
+        if (const auto found = coarsest(weighed.updates.squares, {&fit, 1}, rungs.subspan(i, 1), tolerance)) return found;
     }
     return std::nullopt;
 }

@@ -56,6 +56,11 @@ struct MomentGrid {
 std::optional<MomentGrid> coarsest(double squares, std::span<const GridFit> fits, std::span<const std::int32_t> rungs,
                                    double tolerance);
 
+// Returns the same for a moment in units of the root of its second moment. Fits no more grids than necessary. inverses:
+// one by the step at each rung.
+std::optional<MomentGrid> coarsest_update(const WeighedUnits& weighed, std::span<const std::int32_t> rungs,
+                                          std::span<const float> inverses, double tolerance);
+
 // The exponent e of the power 2^(pace·e/4) that is nearest to the values of each bucket.
 using Exponents = std::span<const std::int16_t, bucket_count>;
 

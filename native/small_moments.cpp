@@ -15,7 +15,6 @@ namespace dynaquant {
 namespace {
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
-constexpr float largest_first = 1e37f;  // restored values, which can be several times as large, would be infinite
 
 std::vector<float> decoded(const Powers& powers) {
     std::array<float, 256> table{};
@@ -83,14 +82,9 @@ std::optional<SmallFirstMoment> small_first_moment(std::span<const float> values
     for (std::size_t i = 0; i < values.size(); ++i)
         if (seconds[i] == 0.0f && values[i] != 0.0f) return std::nullopt;
     const WeighedUnits weighed(values, seconds, epsilon);
-    if (weighed.updates.largest > largest_first) return std::nullopt;
-    for (std::size_t i = 0; i < rungs.size(); ++i) {  // the coarsest that is good enough is mostly among the first
-        GridFit fit;
-        grid_fits(weighed.units, weighed.products, weighed.factors, inverses.subspan(i, 1), {&fit, 1});
-        if (const auto grid = coarsest(weighed.updates.squares, {&fit, 1}, rungs.subspan(i, 1), tolerance))
-            return SmallFirstMoment{*grid, grid_levels(weighed.units, inverses[i], std::nullopt, 0, levels)};
-    }
-    return std::nullopt;
+    const auto grid = coarsest_update(weighed, rungs, inverses, tolerance);
+    if (!grid) return std::nullopt;
+    return SmallFirstMoment{*grid, grid_levels(weighed.units, 1.0f / rung_value(grid->made), std::nullopt, 0, levels)};
 }
 
 }  // namespace dynaquant

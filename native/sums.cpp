@@ -43,22 +43,27 @@ struct Tile {
     return result;
 }
 
-// Adds to column_sums; sets row_sums.
+[[gnu::always_inline]] inline float itself(float value) { return value; }
+[[gnu::always_inline]] inline float square(float value) { return value * value; }
+
+// Adds to column_sums; sets row_sums. Sums up what `of` returns for each value.
+template <typename Of>
 [[gnu::always_inline]] inline void sums_of_tile(const Tile& tile, double* row_sums, std::size_t row_stride,
-                                                double* column_sums) {
+                                                double* column_sums, const Of& of) {
     const std::size_t whole = tile.columns / lanes * lanes;
     for (std::size_t row = 0; row < tile.rows; ++row) {
         const float* const values = tile.first + row * tile.stride;
         std::array<double, lanes> total{};
         for (std::size_t i = 0; i < whole; i += lanes)
             for (std::size_t lane = 0; lane < lanes; ++lane) {
-                const double value = values[i + lane];
+                const double value = of(values[i + lane]);
                 total[lane] += value;
                 column_sums[i + lane] += value;
             }
         for (std::size_t i = whole; i < tile.columns; ++i) {
-            total[i - whole] += values[i];
-            column_sums[i] += values[i];
+            const double value = of(values[i]);
+            total[i - whole] += value;
+            column_sums[i] += value;
         }
         double sum = 0.0;
         for (const double part : total) sum += part;
@@ -126,12 +131,18 @@ DYNAQUANT_AVX2 std::int32_t smallest_avx2(std::span<const float> values, std::in
 
 Sums block_plain(std::span<const float> values) { return sums_of_block(values); }
 void tile_plain(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
-    sums_of_tile(tile, row_sums, row_stride, column_sums);
+    sums_of_tile(tile, row_sums, row_stride, column_sums, itself);
+}
+void square_tile_plain(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
+    sums_of_tile(tile, row_sums, row_stride, column_sums, square);
 }
 
 DYNAQUANT_AVX2 Sums block_avx2(std::span<const float> values) { return sums_of_block(values); }
 DYNAQUANT_AVX2 void tile_avx2(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
-    sums_of_tile(tile, row_sums, row_stride, column_sums);
+    sums_of_tile(tile, row_sums, row_stride, column_sums, itself);
+}
+DYNAQUANT_AVX2 void square_tile_avx2(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
+    sums_of_tile(tile, row_sums, row_stride, column_sums, square);
 }
 
 // Returns what `of` returns for each block of the values and the index where it begins. Blocks are done in parallel.
@@ -183,11 +194,11 @@ float smallest_from(std::span<const float> values, float limit) {
     return std::bit_cast<float>(smallest);
 }
 
-void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums) {
+static void sum_tiles(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums,
+               void (*of_tile)(const Tile&, double*, std::size_t, double*)) {
     const std::size_t rows = row_sums.size(), columns = column_sums.size();
     const std::size_t down = block_count(rows, tile_rows), across = block_count(columns, tile_columns);
     std::vector<double> row_parts(rows * across), column_parts(down * columns);
-    const auto of_tile = has_avx2() ? tile_avx2 : tile_plain;
     parallel_for(down * across, [&](std::size_t t) {
         const std::size_t row = t / across * tile_rows, column = t % across * tile_columns;
         const Tile tile{values.data() + row * columns + column, std::min(tile_rows, rows - row),
@@ -203,6 +214,15 @@ void row_and_column_sums(std::span<const float> values, std::span<double> row_su
     for (std::size_t part = 0; part < down; ++part)
         for (std::size_t column = 0; column < columns; ++column)
             column_sums[column] += column_parts[part * columns + column];
+}
+
+void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums) {
+    sum_tiles(values, row_sums, column_sums, has_avx2() ? tile_avx2 : tile_plain);
+}
+
+void row_and_column_squares(std::span<const float> values, std::span<double> row_sums,
+                            std::span<double> column_sums) {
+    sum_tiles(values, row_sums, column_sums, has_avx2() ? square_tile_avx2 : square_tile_plain);
 }
 
 }  // namespace dynaquant

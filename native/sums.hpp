@@ -37,4 +37,7 @@ float smallest_from(std::span<const float> values, float limit);
 // Fills the sums of a matrix. values: row by row, row_sums.size() rows of column_sums.size() columns.
 void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums);
 
+// The same of the squares of the values, which are computed in single precision.
+void row_and_column_squares(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums);
+
 }  // namespace dynaquant

@@ -34,6 +34,9 @@ def grid_levels(
 def grid_values(
     values: NDArray[float32], inverse: float, step: float, seed: int | None, first: int, out: NDArray[float32]
 ) -> None: ...
+def grid_errors(
+    values: NDArray[float32], inverse: float, step: float, seed: int | None, first: int
+) -> tuple[float, float]: ...
 def grid_fits(
     values: NDArray[float32],
     products: NDArray[float64],
@@ -54,6 +57,14 @@ def vector_magnitude(values: NDArray[float64]) -> tuple[float, float]: ...
 def tensor_magnitude(values: NDArray[float32], rows: int) -> tuple[float, float] | None: ...
 def coarsest(
     squares: float, fits: NDArray[float64], rungs: NDArray[int32], tolerance: float
+) -> tuple[int, int] | None: ...
+def coarsest_update(
+    firsts: NDArray[float32],
+    seconds: NDArray[float32],
+    epsilon: float,
+    rungs: NDArray[int32],
+    inverses: NDArray[float32],
+    tolerance: float,
 ) -> tuple[int, int] | None: ...
 def rank_one(
     row_sums: NDArray[float64],

@@ -86,6 +86,20 @@ def test_values_on_a_grid_are_those_of_their_levels_on_every_device(where, shape
         assert values_on_grid(device, tensor.to(where), rung, seed) == wanted
 
 
+@on_devices
+@pytest.mark.parametrize("size", [0, 1, 15, 512, 700, 200_003])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_errors_of_a_grid_are_those_of_its_values_on_every_device(where, size, seed, monkeypatch):
+    monkeypatch.setattr(device, "PIECE", 1 << 16)
+    tensor, step = some((size,), torch.float32, 0.02), rung_value(-22)
+    tensor[: size // 9 : 3] = 100.0  # protected
+    inverse, out = float(np.float32(1) / step), torch.empty_like(tensor)
+    host.grid_values(tensor, inverse, float(step), seed, 5, out)
+    wanted = host.errors(out, tensor)
+    assert host.grid_errors(tensor, inverse, float(step), seed, 5) == wanted
+    assert device.grid_errors(tensor.to(where), inverse, float(step), seed, 5) == pytest.approx(wanted, rel=1e-12)
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 def test_values_on_a_grid_do_not_depend_on_alignment_or_size(seed):
     size = (1 << 20) + 70_001  # from a million values on, they are written past the caches

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynaquant.engine import kernels
 from dynaquant.engine.quantize.candidate import CandidateTensor, CandidateWeights, pieces
+from dynaquant.engine.quantize.grid import RoundedToGrid
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.dtensors import local_of
 
@@ -36,6 +37,8 @@ def distortion(
 
 def _squares(weight: Tensor, candidate: CandidateTensor) -> list[float]:
     """Return the sum of squares of a weight, and that of its errors."""
+    if isinstance(candidate, RoundedToGrid) and (found := candidate.errors()) is not None:
+        return list(found)
     flat, begin = weight.detach().reshape(-1), 0
     weight_sum = error_sum = 0.0
     kernel = kernels.for_device(flat.device)

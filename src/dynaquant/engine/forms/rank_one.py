@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -65,9 +66,8 @@ class RankOne(Form):
                 yield some_rows, columns
 
     def values_at(self, indices: Tensor) -> Tensor:
-        size = max(self.shape[1:].numel(), 1)
-        rows, columns = self.rows.values()[indices // size], self.columns.values()[indices % size]
-        return saturating_cast(rows * columns, self.dtype)
+        of_rows, of_columns = _places(indices, max(self.shape[1:].numel(), 1))
+        return saturating_cast(self.rows.values()[of_rows] * self.columns.values()[of_columns], self.dtype)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - conditional
         before = parent if isinstance(parent, RankOne) else None
@@ -104,6 +104,12 @@ class RankOne(Form):
 
     def describe(self) -> str:
         return "its values are row means times column means; it has no levels of its own"
+
+
+@lru_cache(maxsize=8)
+def _places(indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns of elements. Tensors of one shape have the same sample, and division takes long."""
+    return indices // width, indices % width
 
 
 def _factors(box: Box) -> tuple[Box, Box]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -102,14 +102,35 @@ def in_units(first: Tensor, second: SecondMoment) -> Tensor:
 
     Works piece by piece: second moments, roots and units of a large tensor would be three times its memory.
     """
+    units = kernels.empty(torch.Size([first.numel()]), torch.float32, first.device)
+    for _ in _divided(first, second, units.__getitem__):
+        pass
+    return units.view(first.shape)
+
+
+def pieces_in_units(first: Tensor, second: SecondMoment) -> Iterator[Tensor]:
+    """Yield ``in_units`` as flat pieces that stay in the processor's caches. The next piece overwrites the last one."""
+    kept: list[Tensor] = []
+
+    def place(part: slice) -> Tensor:
+        length = part.stop - part.start
+        if not kept or len(kept[-1]) < length:
+            kept.append(kernels.empty(torch.Size([length]), torch.float32, first.device))
+        return kept[-1][:length]
+
+    return _divided(first, second, place)
+
+
+def _divided(first: Tensor, second: SecondMoment, place: Callable[[slice], Tensor]) -> Iterator[Tensor]:
+    """Divide a first moment by the root of its second moment, piece by piece. place: returns the memory for a piece."""
     flat, begin = first.detach().reshape(-1), 0
-    units = kernels.empty(flat.shape, torch.float32, first.device)
     kernel = kernels.for_device(first.device)
     for seconds, columns in _factors(second, piece_length(second.shape, first.device), first.device):
         part = slice(begin, begin + len(seconds) * (1 if columns is None else len(columns)))
-        kernel.divide_by_roots(flat[part].to(torch.float32), seconds, units[part], columns)
+        units = place(part)
+        kernel.divide_by_roots(flat[part].to(torch.float32), seconds, units, columns)
+        yield units
         begin = part.stop
-    return units.view(first.shape)
 
 
 def _factors(second: SecondMoment, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:

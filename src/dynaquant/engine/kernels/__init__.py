@@ -90,6 +90,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def grid_errors(
+        self, tensor: Tensor, inverse: float, step: float, seed: int | None, first: int
+    ) -> tuple[float, float]:
+        """Return the sum of the squares of the values, and that of the errors of what ``grid_values`` fills."""
+        ...
+
     def values(
         self,
         levels: NDArray[np.uint8],

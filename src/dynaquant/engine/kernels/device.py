@@ -125,6 +125,17 @@ def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, f
         )
 
 
+def grid_errors(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int) -> tuple[float, float]:
+    flat, squares, all_errors = _flat(tensor), 0.0, 0.0
+    for piece in _pieces(flat.numel()):
+        exact = flat[piece]
+        rounded = torch.empty_like(exact)
+        grid_values(exact, inverse, step, seed, first + piece.start, rounded)
+        own_squares, own_errors = errors(rounded, exact)
+        squares, all_errors = squares + own_squares, all_errors + own_errors
+    return squares, all_errors
+
+
 def _multiples(values: Tensor, inverse: float, seed: int | None, first: int) -> Tensor:
     """Return the multiple of the grid step that each value is rounded to, int32. first: the index of the first one."""
     steps = (values.to(torch.float32) * inverse).clamp_(-_FAR, _FAR)

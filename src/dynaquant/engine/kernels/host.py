@@ -109,6 +109,10 @@ def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, f
         _native.grid_values(_float32(tensor), inverse, step, seed, first, out.reshape(-1).numpy())
 
 
+def grid_errors(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int) -> tuple[float, float]:
+    return _native.grid_errors(_float32(tensor), inverse, step, seed, first)
+
+
 def values(
     levels: NDArray[np.uint8],
     table: Tensor,

@@ -17,14 +17,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
+from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import pieces
-from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
 from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.forms.units import ScaledMoment, in_units
+from dynaquant.engine.forms.units import ScaledMoment, in_units, pieces_in_units
 from dynaquant.engine.quantize.grid import quantize
+from dynaquant.engine.quantize.log_grid import NO_OUTLIERS
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Reduction, total
-from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
+from dynaquant.engine.tensors.codebook import (
+    FIRST_BIN,
+    HIGHEST_STEP_RUNG,
+    LOWEST_RUNG,
+    MAX_BINS,
+    RUNGS_PER_OCTAVE,
+    Grid,
+    rung_value,
+)
 from dynaquant.engine.tensors.shard import Shard
 
 FIRST_RUNGS = tuple(range(12, -25, -1))
@@ -48,18 +58,21 @@ def quantize_first_moment(
     An infinite tolerance drops it: all values become zero. stored_second: the second moment as stored, under the name
     ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update
     with this second moment, on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what
-    ``first`` is of the whole tensor, None if it is all of it; ``stored_second`` is of the same elements.
+    ``first`` is of the whole tensor; ``stored_second`` is of the same elements. None: it is all of it, and no other
+    rank takes part in the decision.
     """
     if tolerance == math.inf:
         return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
     if (yield from total(_is_divided_by_zero(first, stored_second)))[0]:
         return None
-    fits = _fits_of_update(first, stored_second, shard or Shard.whole(first.shape))
-    steps = yield from _coarsest(0, fits, tolerance)
+    if shard is None:
+        sampled = _samples(first, stored_second, Shard.whole(first.shape))
+        steps = _native.coarsest_update(*sampled, EPSILON, rungs(0), inverses(0), tolerance)
+    else:
+        steps = yield from _coarsest(0, _fits_of_update(*_samples(first, stored_second, shard)), tolerance)
     if steps is None:
         return None
-    # The units of all elements were not kept while other ranks were waited for: with those of a window, they are many.
-    return ScaledMoment(first.dtype, _on_grid(in_units(first, stored_second), *steps), stored_second, second_name)
+    return ScaledMoment(first.dtype, _units_on_grid(first, stored_second, *steps), stored_second, second_name)
 
 
 def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = None) -> Reduction[QuantizedTensor | None]:
@@ -108,12 +121,18 @@ class _Fits:
     by_rung: NDArray[np.float64]
 
 
-def _fits_of_update(first: Tensor, stored_second: QuantizedTensor | RankOne, shard: Shard) -> _Fits:
+def _samples(
+    first: Tensor, stored_second: QuantizedTensor | RankOne, shard: Shard
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the samples of a first moment and its stored second moment."""
+    return _contiguous(sample(first, shard)), _contiguous(sample_stored(stored_second, shard))
+
+
+def _fits_of_update(exact: NDArray[np.float32], second: NDArray[np.float32]) -> _Fits:
     """Return the fits of grids to a first moment in units of the root of its second moment.
 
     The update is ``m / (sqrt(v) + ε)``. Its divisor is the same for all grids.
     """
-    exact, second = _contiguous(sample(first, shard)), _contiguous(sample_stored(stored_second, shard))
     found = np.empty(4 * len(FIRST_RUNGS))
     square, largest = _native.update_fits(exact, second, EPSILON, inverses(0), found)
     return _Fits(square if largest <= LARGEST else math.nan, found)
@@ -152,6 +171,30 @@ def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, 
     """
     square, *sums = yield from total(fits.square, fits.by_rung)
     return _native.coarsest(float(square), np.array(sums), rungs(unit), tolerance)
+
+
+def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, decoded: int) -> QuantizedTensor:
+    """Return ``_on_grid`` of a first moment in units of the root of its second moment.
+
+    Units of a large tensor are not kept: only its levels leave the processor's caches.
+    """
+    if not first.numel():
+        return _on_grid(in_units(first, second), rung, decoded)
+    inverse, kernel = float(np.float32(1) / rung_value(rung)), kernels.for_device(first.device)
+    found = [kernel.grid_levels(units, inverse, None) for units in pieces_in_units(first, second)]
+    levels = torch.cat([own for own, _ in found]) if len(found) > 1 else found[0][0]
+    return units_of_levels(levels, max(int(each) for _, each in found), first, second, decoded)
+
+
+def units_of_levels(
+    levels: Tensor, highest: int, first: Tensor, second: QuantizedTensor | RankOne, decoded: int
+) -> QuantizedTensor:
+    """Return the stored units of a first moment from their levels. highest: of the levels; 256 with outliers."""
+    outliers = NO_OUTLIERS
+    if highest >= FIRST_BIN + MAX_BINS:
+        outliers = protected_values(in_units(first, second), levels)
+    bins = min(max(highest - FIRST_BIN + 1, 0), MAX_BINS)
+    return QuantizedTensor(torch.float32, first.shape, kernels.to_host(levels)(), Grid(decoded, bins), outliers)
 
 
 def _on_grid(tensor: Tensor, rung: int, decoded: int) -> QuantizedTensor:

@@ -102,6 +102,22 @@ class RoundedToGrid:
             self._round(part, begin, values)
             yield values
 
+    def errors(self) -> tuple[float, float] | None:
+        """Return the sum of the tensor's squares, and that of the errors; None if that takes its values.
+
+        Only of float32, whose values are rounded without being kept.
+        """
+        tensor = self.read()
+        if tensor.dtype != torch.float32:
+            return None
+        grid_errors = kernels.for_device(tensor.device).grid_errors
+        flat, inverse, step = tensor.detach().reshape(-1), _inverse(self.rung), float(rung_value(self.rung))
+        if self.seed is None or self.shard is None:
+            return grid_errors(flat, inverse, step, self.seed, 0)
+        runs = self.shard.runs if len(flat) else []
+        found = [grid_errors(flat[at : at + size], inverse, step, self.seed, first) for at, first, size in runs]
+        return sum(squares for squares, _ in found), sum(errors for _, errors in found)
+
     def _round(self, values: Tensor, begin: int, out: Tensor) -> None:
         """Round some values. begin: index of the first one in this part of the tensor."""
         grid_values = kernels.for_device(values.device).grid_values

@@ -24,8 +24,6 @@ from dynaquant.engine.tensors.shard import Shard
 _SAFE = 1e-12, 1e15
 """The squares of float32 values between these neither overflow nor vanish."""
 
-_SMALL = 1 << 17
-"""Elements of tensors that are worth a call of their own."""
 SMALLEST, LARGEST = 2.0**-126, 1e37
 """A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
 (Only float64 has values beyond 1e38.)"""
@@ -56,10 +54,10 @@ def magnitudes(
     ``QUANTIZABLE_DTYPES``; looked up again whenever they are needed. nonfinite: gets the number of infinite or NaN
     values of each tensor that has any.
     """
-    extremes, counts, small = {}, {}, {}
+    extremes, counts, plain = {}, {}, {}
     for name, tensor in tensors.items():
-        if not shards.divided and (found := _of_small(tensor)) is not None:
-            small[name] = found
+        if not shards.divided and (magnitude := _of_plain(tensor)) is not None:
+            plain[name] = magnitude
         else:
             extremes[name], counts[name] = _extremes_of(tensor)
     extremes, counts = shards.largest(extremes), shards.sums(counts)
@@ -75,14 +73,13 @@ def magnitudes(
         sums = shards.sums({name: np.concatenate(axes).tolist() for name, axes in own.items()})
         own = {n: tuple(np.split(np.array(sums[n]), np.cumsum([len(a) for a in own[n]])[:-1])) for n in own}
     of_axes = {name: Magnitude(*_of_axes(*axes)) for name, axes in own.items()}
-    return {
-        name: small[name] if name in small else of_axes[name] for name in tensors if name in small or name in of_axes
-    }
+    found = {**plain, **of_axes}
+    return {name: found[name] for name in tensors if name in found}
 
 
-def _of_small(tensor: Tensor) -> Magnitude | None:
-    """Return the magnitude of a small float32 tensor on the host, in one call; None for others, and for odd values."""
-    if not 0 < tensor.numel() <= _SMALL or (values := plain_values(tensor)) is None:
+def _of_plain(tensor: Tensor) -> Magnitude | None:
+    """Return the magnitude of a float32 tensor on the host, in one call; None for others, and for odd values."""
+    if not tensor.numel() or (values := plain_values(tensor)) is None:
         return None
     found = _native.tensor_magnitude(values, tensor.shape[0] if tensor.ndim else 1)
     return None if found is None else Magnitude(*found)

@@ -104,7 +104,8 @@ def quantize_moments(
             return quantize_small_first_moment(values, stored, divisor, tolerance)
         shard = shard_of(name, tensor.shape)
         if (yield from _usable(tensor, shard, alike=shard_of(divisor, stored.shape) == shard)):
-            return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, shard))
+            own = None if reduce is None else shard
+            return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, own))
         return None
 
     def momentum(name: str) -> Reduction[QuantizedTensor | None]:

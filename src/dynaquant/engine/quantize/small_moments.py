@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
-from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.forms.units import ScaledMoment, in_units
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.kernels.host import plain_values
-from dynaquant.engine.quantize.first_moment import EPSILON, inverses, rungs
+from dynaquant.engine.quantize.first_moment import EPSILON, inverses, rungs, units_of_levels
 from dynaquant.engine.quantize.log_grid import NO_OUTLIERS, exponents, rounded
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
 from dynaquant.engine.quantize.second_moment import FACTOR_PACE, SECOND_PACES, factor
-from dynaquant.engine.tensors.codebook import FIRST_BIN, MAX_BINS, Grid, LogGrid
+from dynaquant.engine.tensors.codebook import LogGrid
 
 
 def small_values(tensor: Tensor) -> NDArray[np.float32] | None:
@@ -71,11 +71,8 @@ def quantize_small_first_moment(
     if found is None:
         return None
     decoded, highest = found
-    bins = min(max(highest - FIRST_BIN + 1, 0), MAX_BINS)
-    outliers = NO_OUTLIERS
-    if highest > FIRST_BIN + MAX_BINS - 1:
-        outliers = protected_values(in_units(torch.from_numpy(values), stored_second), torch.from_numpy(levels))
-    units = QuantizedTensor(torch.float32, stored_second.shape, levels, Grid(decoded, bins), outliers)
+    first = torch.from_numpy(values).view(stored_second.shape)
+    units = units_of_levels(torch.from_numpy(levels), highest, first, stored_second, decoded)
     return ScaledMoment(torch.float32, units, stored_second, second_name)
 
 
