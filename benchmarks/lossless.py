@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -53,11 +56,16 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Method:
-    """A coder. encode: tensor to stream. decode: stream and tensor (for its size) to the tensor's bytes."""
+    """A coder.
+
+    encode: tensors to streams, or to the sizes of streams that it keeps itself. decode: streams and tensors (for their
+    sizes) to the tensors' bytes. turn: surrounds both, and is not timed.
+    """
 
     name: str
-    encode: Callable[[Tensor], Any]
-    decode: Callable[[Any, Tensor], Any]
+    encode: Callable[[list[Tensor]], list[Any]]
+    decode: Callable[[list[Any], list[Tensor]], list[Any]]
+    turn: Callable[[list[Tensor]], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass
@@ -108,6 +116,15 @@ def load_pairs(snapshots: list[Path], dtype: torch.dtype | None) -> list[list[Te
     ]
 
 
+def each(name: str, encode: Callable[[Tensor], Any], decode: Callable[[Any, Tensor], Any]) -> Method:
+    """Return a coder of one tensor at a time."""
+    return Method(
+        name,
+        lambda tensors: [encode(tensor) for tensor in tensors],
+        lambda streams, tensors: [decode(stream, tensor) for stream, tensor in zip(streams, tensors, strict=True)],
+    )
+
+
 def zstd_method(level: int, planes: bool) -> Method:
     compressor, decompressor = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
 
@@ -125,7 +142,7 @@ def zstd_method(level: int, planes: bool) -> Method:
             out[:, k] = np.frombuffer(decompressor.decompress(frame), dtype=np.uint8)
         return out.reshape(-1)
 
-    return Method(f"byte planes + zstd -{level}" if planes else f"zstd -{level}", encode, decode)
+    return each(f"byte planes + zstd -{level}" if planes else f"zstd -{level}", encode, decode)
 
 
 def zipnn_method(cores: int) -> Method:
@@ -133,7 +150,7 @@ def zipnn_method(cores: int) -> Method:
         dtype: ZipNN(input_format="byte", bytearray_dtype=name, threads=cores)
         for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
     }
-    return Method(
+    return each(
         "ZipNN",
         lambda tensor: coders[tensor.dtype].compress(bytearray(tensor.data)),
         lambda stream, tensor: coders[tensor.dtype].decompress(stream),
@@ -142,7 +159,7 @@ def zipnn_method(cores: int) -> Method:
 
 def blosc2_method(cores: int) -> Method:
     blosc2.set_nthreads(cores)
-    return Method(
+    return each(
         "blosc2, shuffle + zstd",
         lambda tensor: blosc2.compress2(
             tensor.data, typesize=tensor.dtype.itemsize, codec=blosc2.Codec.ZSTD, filters=[blosc2.Filter.SHUFFLE]
@@ -156,21 +173,53 @@ def pcodec_method() -> Method:
         values = tensor.data.view(np.float32 if tensor.dtype == torch.float32 else np.uint16)
         return standalone.simple_compress(values, ChunkConfig())
 
-    return Method("pcodec", encode, lambda stream, _: standalone.simple_decompress(stream))
+    return each("pcodec", encode, lambda stream, _: standalone.simple_decompress(stream))
+
+
+def moonclip_method(cores: int) -> Method:
+    # Both are read when the first store is made.
+    os.environ |= {"MOONCLIP_THREADS": str(cores), "MOONCLIP_FSYNC": "0"}
+    from moonclip import MoonclipManager  # noqa: PLC0415
+
+    stores: list[Any] = []
+
+    def arrays(tensors: list[Tensor], of: Callable[[Tensor], Bytes]) -> dict[str, Any]:
+        return {str(i): torch.from_numpy(of(tensor)).view(tensor.dtype) for i, tensor in enumerate(tensors)}
+
+    @contextmanager
+    def turn(tensors: list[Tensor]) -> Iterator[None]:
+        """Store the parents in a new folder. They stay in memory, as in a training."""
+        with TemporaryDirectory() as folder:
+            stores.append(MoonclipManager(folder, async_save=False))
+            stores[0].save_tensors(0, arrays(tensors, lambda tensor: tensor.parent))
+            yield
+            stores.clear()
+
+    def encode(tensors: list[Tensor]) -> list[int]:
+        stored = stores[0].describe(stores[0].save_tensors(1, arrays(tensors, lambda tensor: tensor.data)))
+        sizes = {entry["name"]: int(entry["compressed_size"]) for entry in stored["tensors"]}
+        return [sizes[str(i)] for i in range(len(tensors))]
+
+    def decode(_sizes: list[int], tensors: list[Tensor]) -> list[bytearray]:
+        found = stores[0].load_latest()[1]
+        return [found[str(i)] for i in range(len(tensors))]
+
+    return Method("moonclip, given the parent", encode, decode, turn)
 
 
 def methods(cores: int) -> list[Method]:
     return [
-        Method(
+        each(
             "dynaquant, given the parent",
             lambda t: lossless.encode(t.data, t.dtype.itemsize, t.parent),
             lambda stream, t: lossless.decode(stream, t.data.size, t.dtype.itemsize, t.parent),
         ),
-        Method(
+        each(
             "dynaquant, alone",
             lambda t: lossless.encode(t.data, t.dtype.itemsize, None),
             lambda stream, t: lossless.decode(stream, t.data.size, t.dtype.itemsize, None),
         ),
+        *([moonclip_method(cores)] if find_spec("moonclip") else []),
         zipnn_method(cores),
         pcodec_method(),
         blosc2_method(cores),
@@ -182,16 +231,19 @@ def methods(cores: int) -> list[Method]:
 
 
 def size_of(stream: Any) -> int:
+    if isinstance(stream, int):
+        return stream
     return sum(len(frame) for frame in stream) if isinstance(stream, list) else len(stream)
 
 
 def take_turn(method: Method, tensors: list[Tensor], row: Row, best: list[float], first: bool) -> float:
     """Code all tensors once. Lowers ``best`` if it was faster. Returns the seconds it took."""
-    start = perf_counter()
-    streams = [method.encode(tensor) for tensor in tensors]
-    encoded = perf_counter()
-    values = [method.decode(stream, tensor) for stream, tensor in zip(streams, tensors, strict=True)]
-    decoded = perf_counter()
+    with method.turn(tensors):
+        start = perf_counter()
+        streams = method.encode(tensors)
+        encoded = perf_counter()
+        values = method.decode(streams, tensors)
+        decoded = perf_counter()
     best[:] = min(best[0], encoded - start), min(best[1], decoded - encoded)
     if first:
         for tensor, stream, value in zip(tensors, streams, values, strict=True):
@@ -234,6 +286,8 @@ NOTES = """\
 - *ratio* is the size of the tensors over the size of their streams, for all tensors together and by role. Speeds are
   GB/s of tensors, the best of several turns. Compare them only within a table.
 - Every tensor is coded by its own call, as in a checkpoint. Every stream was decoded and compared.
+- moonclip stores checkpoints, not tensors. It gets all tensors at once, and its times include files and their hashes,
+  but no fsync. Its sizes are those of the tensors in its file, without its manifest.
 - ZipNN gets the data type (`bytearray_dtype`), with which it is smallest, and the number of cores. pcodec has no
   bfloat16 and sees the values as unsigned integers. pcodec and zstd use one core. blosc2 has its default level.
 - *bfloat16* are the same weights, rounded. Checkpoints of released models look like this.
@@ -263,7 +317,7 @@ def main() -> None:
             measured[title] = {"1 core": [asdict(r) for r in one], "all cores": [asdict(r) for r in every]}
             console.print(tables[-1].on_screen())
 
-    described = machine(*PEERS)
+    described = machine(*PEERS, *(["moonclip"] if find_spec("moonclip") else []))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"machine": described, "results": measured}, indent=1) + "\n")
     page = [

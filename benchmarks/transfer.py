@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import process_time
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ from peers.delta_dnn import DELTA_DNN
 from peers.excp import EXCP
 from peers.gobo import GOBO
 from peers.lc_checkpoint import LC_CHECKPOINT
-from peers.peer import Checkpoint, Known, Peer
+from peers.peer import Checkpoint, Known, Peer, smallest
 from peers.qd_compressor import QD_COMPRESSOR
 from peers.zfp import ZFP
 from results import Table, machine, sentence
@@ -63,8 +63,6 @@ DELTAS = (LC_CHECKPOINT.name, EXCP.name)
 PAPER = {"BERT large": 11.32, "Pythia 1B": 9.99}
 """Ratio without a parent, with unchanged quality after fine-tuning."""
 
-S = TypeVar("S")
-
 
 @dataclass(frozen=True)
 class Compressed:
@@ -76,21 +74,6 @@ class Compressed:
     size: int
     seconds: float
     good: bool
-
-
-def smallest(space: Sequence[S], is_good: Callable[[S], bool]) -> tuple[S, bool]:
-    """Return the first settings that are good enough, found by bisection, or the last; and whether they are.
-
-    space: from small files to good values. All settings after good ones are good.
-    """
-    low, high = 0, len(space)
-    while low < high:
-        middle = (low + high) // 2
-        if is_good(space[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return (space[low], True) if low < len(space) else (space[-1], False)
 
 
 def by_peer(peer: Peer[Any], original: State, quick: bool) -> Compressed:

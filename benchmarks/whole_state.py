@@ -1,10 +1,10 @@
-"""Compare whole checkpoints, moments included, of a training with crashes: dynaquant, the published method and ExCP.
+"""Compare whole checkpoints, moments included, of a training with crashes: dynaquant, its published method, and peers.
 
     python benchmarks/whole_state.py --data DIR --workload gpt --max-degradation 0.01 --restores 10
 
-One training makes the checkpoints, and all three methods store each of them. After a crash, training resumes from
-dynaquant's checkpoint; the others keep their own chains. The same training without crashes, with several seeds, shows
-what the crashes have cost.
+The peers are ExCP, BitSnap, and PaddleNLP with O1 and O2. One training makes the checkpoints, and every method stores
+each of them. After a crash, training resumes from dynaquant's checkpoint; the others keep their own chains. The same
+training without crashes, with several seeds, shows what the crashes have cost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import Any
 from checkpointers import Checkpoints, Ours, Saved, Theirs
 from crashes import SEED, Settings, parse
 from matplotlib.figure import Figure
+from peers.bitsnap import BITSNAP
 from peers.excp import EXCP
+from peers.paddlenlp import O1, O2
+from peers.peer import Peer
 from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
@@ -29,6 +32,8 @@ from workloads import WORKLOADS, Uninterrupted
 
 from dynaquant.options import Quality
 from dynaquant.search.evaluation import degradation
+
+PEERS: tuple[Peer[Any], ...] = (EXCP, BITSNAP, O1, O2)
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def run(settings: Settings, data: Path, cache: Path) -> dict[str, Any]:
         methods: dict[str, Checkpoints] = {
             "dynaquant": Ours(folders[0], quality=quality, every=settings.every),
             "published": Ours(folders[1], quality=replace(quality, method="published"), every=settings.every),
-            "ExCP": Theirs(EXCP, settings.max_degradation),
+            **{peer.name: Theirs(peer, settings.max_degradation) for peer in PEERS},
         }
         saved: dict[str, list[Saved]] = {name: [] for name in methods}
         for checkpoints in methods.values():
@@ -147,14 +152,15 @@ def overview(results: list[Result]) -> Table:
 
 
 def by_step(result: Result) -> Table:
+    """Return the table of every checkpoint. Weights have a column where their size is known."""
     columns = ["step"]
-    for method in result.saved:
-        columns += [f"{method}: whole", "weights", "worse by"]
+    for method, saved in result.saved.items():
+        columns += [f"{method}: whole", *(["weights"] if saved[0].weights else []), "worse by"]
     rows = []
     for many in zip(*result.saved.values(), strict=True):
         row = [str(many[0].step)]
         for one in many:
-            row += [ratio([one.state]), ratio([one.weights]), f"{one.degradation:.2%}"]
+            row += [ratio([one.state]), *([ratio([one.weights])] if one.weights else []), f"{one.degradation:.2%}"]
         rows.append(row)
     return Table(f"{result.settings.name}: every checkpoint", columns, rows)
 
@@ -178,15 +184,19 @@ def plot(result: Result, path: Path) -> None:
 def page(results: list[Result]) -> str:
     parts = [
         "# Whole checkpoints",
-        "One training makes the checkpoints, and three methods store each of them: dynaquant with its defaults, the "
-        'published method (`Quality(method="published")`, which leaves moments exact), and '
-        "[ExCP](../../benchmarks/peers/excp.py). ε is `max_degradation`. Every method searches for its smallest "
-        "checkpoint within ε. After a crash, training resumes from dynaquant's checkpoint, some steps before. ExCP's "
-        "chain then contains weights that went through another quantizer. Runs without restores do not have this.",
+        "One training makes the checkpoints, and several methods store each of them: dynaquant with its defaults, the "
+        'published method (`Quality(method="published")`, which leaves moments exact), '
+        "[ExCP](../../benchmarks/peers/excp.py), [BitSnap](../../benchmarks/peers/bitsnap.py), and "
+        "[PaddleNLP](../../benchmarks/peers/paddlenlp.py) with O1 and O2. ε is `max_degradation`. Every method "
+        "searches for its smallest checkpoint within ε. After a crash, training resumes from dynaquant's checkpoint, "
+        "some steps before. The chains of ExCP and BitSnap then contain weights that went through another quantizer. "
+        "Runs without restores do not have this.",
         overview(results).in_markdown(),
         "*Whole state* and *weights* are raw bytes over stored bytes of all checkpoints together, as files on disk. "
-        "dynaquant's files also hold schedulers and random number generators, ExCP's only model and moments. ExCP "
-        "stores weights and moments in one archive, so the size of its weights is not known. *At the end* is how much "
+        "dynaquant's files also hold schedulers and random number generators, those of the peers only model and "
+        "moments. A peer stores weights and moments in one file, so the size of its weights is not known. *Worst "
+        "checkpoint* counts weights only. What moments lose shows in a training that resumes from them; here only "
+        "dynaquant's does. *At the end* is how much "
         "worse the final metric is than that of the same seed without crashes (negative: better). *Seeds apart* is how "
         "far three seeds are from each other.",
     ]

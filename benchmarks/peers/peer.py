@@ -6,7 +6,7 @@ quantizes many times and codes once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -70,3 +70,18 @@ class Peer(Generic[S]):
     encode: Callable[[Checkpoint, Known | None, S], Encoded]
     decode: Callable[[bytes, Known | None], Known]
     groups: tuple[str, ...] = ("weights",)
+
+
+def smallest(space: Sequence[S], is_good: Callable[[S], bool]) -> tuple[S, bool]:
+    """Return the first settings that are good enough, found by bisection, or the last; and whether they are.
+
+    space: from small files to good values. All settings after good ones are good.
+    """
+    low, high = 0, len(space)
+    while low < high:
+        middle = (low + high) // 2
+        if is_good(space[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return (space[low], True) if low < len(space) else (space[-1], False)

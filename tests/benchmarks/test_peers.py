@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from checkpoints import assert_same, real_chain
+from peers.bitsnap import BITSNAP
 from peers.block_dct import BLOCK_DCT
 from peers.body import exact, from_exact, from_huffman, huffman, pack, unpack
 from peers.check_n_run import CHECK_N_RUN
@@ -13,12 +14,13 @@ from peers.delta_dnn import DELTA_DNN
 from peers.excp import EXCP
 from peers.gobo import GOBO
 from peers.lc_checkpoint import LC_CHECKPOINT
-from peers.peer import Checkpoint, Known
+from peers.paddlenlp import O1, O2
+from peers.peer import Checkpoint, Known, smallest
 from peers.qd_compressor import QD_COMPRESSOR
 from peers.zfp import ZFP
 
 NEEDS_ZFP = pytest.mark.skipif(find_spec("zfpy") is None, reason="zfpy is not installed")
-QUANTIZING = [CHECK_N_RUN, QD_COMPRESSOR, GOBO, LC_CHECKPOINT, EXCP]
+QUANTIZING = [CHECK_N_RUN, QD_COMPRESSOR, GOBO, LC_CHECKPOINT, EXCP, BITSNAP, O1, O2]
 LOSSY = [*QUANTIZING, DELTA_DNN, pytest.param(ZFP, marks=NEEDS_ZFP), BLOCK_DCT]
 LOSSLESS = [DEDUP]
 PEERS = [*LOSSY, *LOSSLESS]
@@ -107,3 +109,15 @@ def test_huffman_codes_decode_to_the_same_symbols():
 def test_exact_tensors_decode_to_the_same_values():
     tensors = {**real_chain()[0].first, **real_chain()[0].others}
     assert_same(Checkpoint(from_exact(exact(tensors))), Checkpoint(tensors))
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_bisection_finds_the_smallest_settings_that_are_good_enough(first):
+    asked = []
+
+    def is_good(settings):
+        asked.append(settings)
+        return settings >= first
+
+    assert smallest(range(5), is_good) == ((first, True) if first < 5 else (4, False))
+    assert len(asked) <= 3

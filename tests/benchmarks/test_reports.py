@@ -106,18 +106,6 @@ def speakers(transfer):  # noqa: ARG001
     return pytest.importorskip("speakers")
 
 
-@pytest.mark.parametrize("first", range(6))
-def test_bisection_finds_the_smallest_settings_that_are_good_enough(transfer, first):
-    asked = []
-
-    def is_good(settings):
-        asked.append(settings)
-        return settings >= first
-
-    assert transfer.smallest(range(5), is_good) == ((first, True) if first < 5 else (4, False))
-    assert len(asked) <= 3
-
-
 def test_speeches_are_those_of_the_most_frequent_speakers(speakers):
     text = "A:\none\ntwo\n\nB:\nthree\n\nA:\nfour\n\nnobody\n\nC:\n\nB:\nfive\n\nD:\nsix"
     found = speakers.speeches(text, 2)
