@@ -1,11 +1,12 @@
-"""Save a chain of checkpoints of a training with AdamW, and load its ends: dynaquant beside ``torch.save``.
+"""Save chains of checkpoints of trainings with AdamW, and load their ends: dynaquant beside ``torch.save``.
 
-    python benchmarks/chain.py [--tensors 148] [--width 916] [--links 7] [--threads 1] [--quality balanced]
+    python benchmarks/chain.py [--threads 1] [--quality balanced]
+    python benchmarks/chain.py --tensors 360 --width 30 [--links 7]
 
-The model is a stack of residual layers: by default 148 layers with 124 million weights between them. Many layers of few
-weights show what a tensor costs: ``--tensors 360 --width 30``. There is no metric, so the search decides by its
-estimate. Times are multiples of ``torch.save`` with fsync, and of ``torch.load``, of the same state in the same run.
-Loads are those of a new process.
+The model is a stack of residual layers, each with a matrix and a bias. Without a choice, measures four sizes and writes
+the page; with one, prints the table only. There is no metric, so the search decides by its estimate. Times are
+multiples of ``torch.save`` with fsync, and of ``torch.load``, of the same state in the same run. Loads are those of a
+new process.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import options
 import torch
+from memory import memory_now, peak_memory
 from results import Table, machine, sentence, show
 from torch import Tensor, nn
 
@@ -32,6 +37,31 @@ STEPS = 3
 """Steps between checkpoints."""
 TURNS = 5
 """Loads of each kind. The fastest counts."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model. tensors: layers. width: of a layer. links: checkpoints of the chain, at least 3."""
+
+    tensors: int
+    width: int
+    links: int = 7
+
+    @property
+    def weights(self) -> int:
+        """The number of weights. A state has three times as many values."""
+        return self.tensors * self.width * (self.width + 1)
+
+    @property
+    def title(self) -> str:
+        """How many tensors and weights."""
+        count = f"{self.weights / 1e6:.1f}" if self.weights < 1e7 else f"{self.weights / 1e6:.0f}"
+        return f"{2 * self.tensors:,} tensors, {count} M weights"
+
+
+SIZES = (Size(360, 30), Size(5000, 8, 4), Size(148, 916), Size(148, 1500, 4))
+"""Many small tensors, very many, GPT-2's weights, and a state of a billion values."""
+QUICK_SIZES = (Size(20, 10, 3), Size(4, 60, 3))
 
 
 class Layer(nn.Linear):
@@ -52,10 +82,13 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def save_chain(folder: Path, tensors: int, width: int, links: int, quality: QualityName) -> dict[str, float]:
-    """Save the chain, and the state by ``torch.save`` after each. Returns medians of all but the first two saves."""
+def save_chain(folder: Path, size: Size, quality: QualityName) -> dict[str, float]:
+    """Save the chain, and the state by ``torch.save`` before each. Returns medians of all but the first two saves.
+
+    Memory is the peak beyond that of the training, in bytes for each value of the state.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(width) for _ in range(tensors)))
+    model = nn.Sequential(*(Layer(size.width) for _ in range(size.tensors)))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 
     def to_file() -> None:
@@ -64,13 +97,18 @@ def save_chain(folder: Path, tensors: int, width: int, links: int, quality: Qual
             file.flush()
             os.fsync(file.fileno())
 
+    def train() -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(16, size.width)).square().mean().backward()
+            optimizer.step()
+
     blocked, whole, reference, ratios = [], [], [], []
+    train()
+    before = memory_now()
     with dq.Checkpointer(folder / "run", model, optimizer, quality=quality) as checkpointer:
-        for link in range(1, links + 1):
-            for _ in range(STEPS):
-                optimizer.zero_grad()
-                model(torch.randn(16, width)).square().mean().backward()
-                optimizer.step()
+        for link in range(1, size.links + 1):
+            train()
             reference.append(seconds(to_file))
             began = time.perf_counter()
             save = checkpointer.save(link)
@@ -78,56 +116,140 @@ def save_chain(folder: Path, tensors: int, width: int, links: int, quality: Qual
             ratios.append(save.result().ratio)
             whole.append(time.perf_counter() - began)
     unit = statistics.median(reference)
-    found = {"torch.save": unit, "blocks": statistics.median(blocked[2:]) / unit}
-    return found | {"on disk": statistics.median(whole[2:]) / unit, "ratio": ratios[-1]}
+    return {
+        "torch.save": unit,
+        "blocks": statistics.median(blocked[2:]) / unit,
+        "on disk": statistics.median(whole[2:]) / unit,
+        "ratio": ratios[-1],
+        "memory": (peak_memory() - before) / (3 * size.weights),
+    }
 
 
-def load_ends(folder: Path, links: int) -> dict[str, float]:
-    """Load the keyframe and the last link, as multiples of ``torch.load``."""
+def load_ends(folder: Path, size: Size) -> dict[str, float]:
+    """Load the keyframe and the last link, as multiples of ``torch.load``. Memory: peaks, in bytes for each value."""
 
     def fastest(action: Callable[[], object]) -> float:
         return min(seconds(action) for _ in range(TURNS))
 
-    unit = fastest(lambda: torch.load(folder / "state.pt"))
-    ends = {"keyframe": 1, "last link": links}
-    return {"torch.load": unit} | {
-        name: fastest(lambda: dq.load(folder / "run", step)) / unit  # noqa: B023 - called here
-        for name, step in ends.items()
+    def peak_of(action: Callable[[], object]) -> int:
+        before = memory_now()
+        action()
+        return peak_memory() - before
+
+    loads: dict[str, Callable[[], object]] = {
+        "torch.load": lambda: torch.load(folder / "state.pt"),
+        "keyframe": lambda: dq.load(folder / "run", 1),
+        "last link": lambda: dq.load(folder / "run", size.links),
+    }
+    times = {name: fastest(load) for name, load in loads.items()}
+    peaks = {name: peak_of(load) for name, load in loads.items()}
+    unit = times["torch.load"]
+    return {
+        "torch.load": unit,
+        **{name: times[name] / unit for name in ("keyframe", "last link")},
+        **{f"{name}, memory": peak / (3 * size.weights) for name, peak in peaks.items()},
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensors", type=int, default=148, help="layers")
-    parser.add_argument("--width", type=int, default=916, help="of a layer")
-    parser.add_argument("--links", type=int, default=7, help="checkpoints of the chain, at least 3")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quality", default="balanced")
-    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # by the process that loads
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    if arguments.load is not None:
-        print(json.dumps(load_ends(arguments.load, arguments.links)))
-        return
-    threads = {"DYNAQUANT_THREADS": str(arguments.threads)}
-    if os.environ.get("DYNAQUANT_THREADS") != threads["DYNAQUANT_THREADS"]:  # it is read when dynaquant is imported
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **threads})
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        found = save_chain(folder, arguments.tensors, arguments.width, arguments.links, arguments.quality)
-        command = [sys.executable, *sys.argv, "--load", name]
-        loaded = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    values = arguments.tensors * arguments.width * (arguments.width + 1)
+def measure(size: Size, threads: int, quality: str) -> dict[str, float]:
+    """Save and load in processes of their own, whose memory nothing else uses."""
+    base = [sys.executable, __file__, "--threads", str(threads), "--quality", quality]
+    base += ["--tensors", str(size.tensors), "--width", str(size.width), "--links", str(size.links)]
+    environment = {**os.environ, "DYNAQUANT_THREADS": str(threads)}  # read when dynaquant is imported
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for role in ("--save", "--load"):
+            child = subprocess.run(
+                [*base, role, folder], check=True, stdout=subprocess.PIPE, text=True, env=environment
+            )
+            found |= json.loads(child.stdout)
+    return found
+
+
+def table(sizes: list[Size], found: list[dict[str, float]], quality: str) -> Table:
+    """Return the measurements, a column for each size."""
+
+    def row(name: str, cell: Callable[[dict[str, float]], str]) -> list[str]:
+        return [name, *map(cell, found)]
+
     rows = [
-        ["save blocks", f"{found['blocks']:.2f}×", f"torch.save + fsync, {found['torch.save']:.2f} s"],
-        ["save is on the disk", f"{found['on disk']:.2f}×", "the same"],
-        ["load of the keyframe", f"{loaded['keyframe']:.1f}×", f"torch.load, {loaded['torch.load']:.2f} s"],
-        [f"load of link {arguments.links}", f"{loaded['last link']:.1f}×", "the same"],
+        row("times smaller, last link", lambda each: f"{each['ratio']:.0f}×"),
+        row("torch.save + fsync", lambda each: f"{each['torch.save']:.2f} s"),
+        row("save blocks", lambda each: f"{each['blocks']:.2f}×"),
+        row("save is on the disk", lambda each: f"{each['on disk']:.2f}×"),
+        row("memory of saves, bytes per value", lambda each: f"{each['memory']:.1f}"),
+        row("torch.load", lambda each: f"{each['torch.load']:.2f} s"),
+        row("load of the keyframe", lambda each: f"{each['keyframe']:.1f}×"),
+        row("load of the last link", lambda each: f"{each['last link']:.1f}×"),
+        row("memory of torch.load, bytes per value", lambda each: f"{each['torch.load, memory']:.1f}"),
+        row("memory of the last link's load", lambda each: f"{each['last link, memory']:.1f}"),
     ]
-    size = f"{2 * arguments.tensors} tensors, {values / 1e6:.1f} M weights"
-    title = f"{size}, {arguments.quality}: {found['ratio']:.0f}× smaller"
-    shown = Table(title, ["what", "takes", "times that of"], rows)
-    show(shown, f"{arguments.threads} threads. {sentence(machine('torch'))}", width=90)
+    links = ["links", *(str(size.links) for size in sizes)]
+    return Table(f"quality {quality!r}", ["", *(size.title for size in sizes)], [links, *rows])
+
+
+def page(shown: Table, threads: int, described: dict[str, str | int]) -> str:
+    """Return the page."""
+    return f"""# Chains of checkpoints
+
+```
+.venv/bin/python benchmarks/chain.py
+```
+
+A stack of residual layers trains with AdamW, {STEPS} steps between checkpoints. There is no metric, so the search
+decides by its estimate. `torch.save` writes the same state before each save.
+
+{shown.in_markdown()}
+
+*Blocks* and *on the disk* are multiples of `torch.save` with fsync; *load* is a multiple of `torch.load`, in a new
+process, with files in the system's cache. The keyframe is a checkpoint without a parent; the last link needs all
+others. Memory of saves is the peak beyond the training, for each of the state's values, which have four bytes. Memory
+of loads is the peak, the loaded state included.
+{threads} thread for everything. {sentence(described)}
+"""
+
+
+def main() -> None:
+    made = options.parser(__doc__, data=None)
+    made.add_argument("--tensors", type=int, help="layers")
+    made.add_argument("--width", type=int, help="of a layer")
+    made.add_argument("--links", type=int, default=7, help="checkpoints of the chain, at least 3")
+    made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--quality", default="balanced")
+    for role in ("--save", "--load"):  # by the processes that save and load
+        made.add_argument(role, type=Path, help=argparse.SUPPRESS)
+    arguments = made.parse_args()
+    torch.set_num_threads(arguments.threads)
+    chosen = arguments.tensors is not None and arguments.width is not None
+    size = Size(arguments.tensors, arguments.width, arguments.links) if chosen else None
+    if size is not None and arguments.save is not None:
+        print(json.dumps(save_chain(arguments.save, size, arguments.quality)))
+        return
+    if size is not None and arguments.load is not None:
+        print(json.dumps(load_ends(arguments.load, size)))
+        return
+    sizes = [size] if size is not None else list(QUICK_SIZES if arguments.quick else SIZES)
+    found = [measure(each, arguments.threads, arguments.quality) for each in sizes]
+    shown, described = table(sizes, found, arguments.quality), machine("torch")
+    show(shown, f"{arguments.threads} threads. {sentence(described)}", width=130)
+    if size is None:
+        write(arguments, sizes, found, page(shown, arguments.threads, described), described)
+
+
+def write(
+    arguments: argparse.Namespace,
+    sizes: list[Size],
+    found: list[dict[str, float]],
+    text: str,
+    described: dict[str, str | int],
+) -> None:
+    """Write the page and its numbers."""
+    out = arguments.out or (options.QUICK if arguments.quick else options.RESULTS)
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = [{**asdict(size), **each} for size, each in zip(sizes, found, strict=True)]
+    numbers = {"machine": described, "threads": arguments.threads, "quality": arguments.quality, "rows": rows}
+    (out / "chains.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    (out / "chains.md").write_text(text)
 
 
 if __name__ == "__main__":
