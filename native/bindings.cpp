@@ -173,16 +173,19 @@ std::pair<double, double> pair_of(const dynaquant::Magnitude& found) { return {f
 
 std::pair<double, double> matrix_magnitude(const Array<const double>& row_sums,
                                            const Array<const double>& column_sums) {
+    const nb::gil_scoped_release release;
     return pair_of(dynaquant::matrix_magnitude(view(row_sums), view(column_sums)));
 }
 
 std::pair<double, double> vector_magnitude(const Array<const double>& values) {
+    const nb::gil_scoped_release release;
     return pair_of(dynaquant::vector_magnitude(view(values)));
 }
 
 std::optional<std::pair<double, double>> tensor_magnitude(const Array<const float>& values, std::size_t rows) {
     if (values.size() == 0 || rows == 0 || values.size() % rows != 0)
         throw std::invalid_argument("the values are not those of so many rows");
+    const nb::gil_scoped_release release;
     const auto found = dynaquant::tensor_magnitude(view(values), rows);
     if (!found) return std::nullopt;
     return pair_of(*found);
@@ -495,9 +498,10 @@ NB_MODULE(_native, m) {
           "(sqrt(value / decoded) - 1)², and how many there are.");
     m.def("matrix_magnitude", &matrix_magnitude, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(),
           "Returns the mean square of a matrix without outliers, and the root mean square of its small rows or columns.\n"
-          "row_sums, column_sums: of squares; not all are zero.");
+          "row_sums, column_sums: of squares. ValueError: all are zero.");
     m.def("vector_magnitude", &vector_magnitude, "values"_a.noconvert(),
-          "Returns the mean square of a vector without outliers, and its standard deviation. The values differ.");
+          "Returns the mean square of a vector without outliers, and its standard deviation. ValueError: all values are\n"
+          "the same.");
     m.def("tensor_magnitude", &tensor_magnitude, "values"_a.noconvert(), "rows"_a,
           "Returns what matrix_magnitude or vector_magnitude does, of values row by row. None if all are the same or not\n"
           "finite, or if their squares could overflow or vanish. ValueError: no values, or not so many rows.");

@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <stdexcept>
 #include <vector>
 
 #include "sums.hpp"
@@ -17,6 +18,7 @@ constexpr float smallest_safe = 1e-12f, largest_safe = 1e15f;
 
 // Returns the quantile of values, between two of them by linear interpolation. Reorders them.
 double quantile(std::vector<double>& values, double share) {
+    if (values.empty()) throw std::invalid_argument("all values are the same");
     const double place = share * static_cast<double>(values.size() - 1);
     const auto below = static_cast<std::ptrdiff_t>(place);
     const auto at = values.begin() + below;
@@ -64,6 +66,8 @@ Magnitude vector_magnitude(std::span<const double> values) {
     std::vector<double> ordered(values.begin(), values.end());
     const double middle = quantile(ordered, 0.5);
     std::vector<double> apart, sizes;
+    apart.reserve(values.size());
+    sizes.reserve(values.size());
     for (const double value : values) {
         apart.push_back(std::abs(value - middle));
         sizes.push_back(std::abs(value));

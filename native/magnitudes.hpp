@@ -20,10 +20,10 @@ inline constexpr double smallest_share = 1.0 / 8;
 // Rows count with at most this multiple of the middle row's root mean square.
 inline constexpr double largest_share = 4.0;
 
-// Of a matrix, from the sums of squares of its rows and its columns; not all are zero.
+// Of a matrix, from the sums of squares of its rows and its columns. Throws std::invalid_argument if all are zero.
 Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const double> column_sums);
 
-// Of a vector whose values are not all the same.
+// Of a vector. Throws std::invalid_argument if its values are all the same.
 Magnitude vector_magnitude(std::span<const double> values);
 
 // Of a tensor, given row by row. None if its values are all the same or not finite, or if their squares could overflow

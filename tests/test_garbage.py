@@ -1,6 +1,7 @@
 """The garbage collector pauses during a save, but not while a metric runs."""
 
 import gc
+import os
 import threading
 
 import pytest
@@ -51,20 +52,43 @@ def test_other_threads_pause_nothing():
     assert found == [True]
 
 
-def test_the_collector_runs_while_a_metric_does(tmp_path):
+class Extra:
+    """Notes, when its state is taken, whether the collector runs: here, and in a process that is forked."""
+
+    def __init__(self):
+        self.ran, self.ran_in_child = [], []
+
+    def state_dict(self):
+        self.ran.append(gc.isenabled())
+        if child := os.fork():
+            self.ran_in_child.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0)
+        else:
+            os._exit(0 if gc.isenabled() else 1)
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_the_collector_pauses_during_a_save_but_not_in_a_metric_or_a_forked_process(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(20, 20)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(8, 20)).square().mean().backward()
     optimizer.step()
-    ran = []
+    in_metric, extra = [], Extra()
 
     def evaluate(model):
-        ran.append(gc.isenabled())
+        in_metric.append(gc.isenabled())
         return float(model.weight.square().sum())
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as checkpointer:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, extras={"extra": extra}) as checkpointer:
+        extra.ran.clear()
         checkpointer.save(1)
-    assert ran
-    assert all(ran)
+    assert extra.ran == [False]
+    assert extra.ran_in_child[-1:] == [True]
+    assert in_metric
+    assert all(in_metric)
     assert gc.isenabled()

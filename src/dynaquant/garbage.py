@@ -7,31 +7,31 @@ with 200,000 objects one search takes a tenth of a second, and a checkpoint of m
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _paused = False
+"""Whether the collector would run but for ``collection_paused``. It is set first, so that no interrupt gets between."""
 
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
     """Pause the garbage collector, if it runs. Also a decorator. A metric of the user runs in ``collection_resumed``.
 
-    Does nothing in other threads than the main one: a process that is forked meanwhile would never collect garbage.
+    Does nothing in other threads than the main one. A process that is forked meanwhile collects garbage.
     """
     global _paused  # noqa: PLW0603 - the collector is one, too
     if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    gc.disable()
-    _paused = True
     try:
+        _paused = True
+        gc.disable()
         yield
     finally:
-        if _paused:
-            gc.enable()
-        _paused = False
+        _resume()
 
 
 @contextmanager
@@ -41,11 +41,21 @@ def collection_resumed() -> Iterator[None]:
     if not _paused or threading.current_thread() is not threading.main_thread():
         yield
         return
-    gc.enable()
-    _paused = False
     try:
+        _resume()
         yield
     finally:
         if gc.isenabled():  # otherwise the user has disabled it
-            gc.disable()
             _paused = True
+            gc.disable()
+
+
+def _resume() -> None:
+    global _paused  # noqa: PLW0603
+    if _paused:
+        gc.enable()
+        _paused = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_resume)

@@ -2,14 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from whole_tensors import quantize_first_moment, quantize_second_moment
 
+from dynaquant import _native
 from dynaquant.engine.forms.form import stored_equal
 from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.first_moment import EPSILON, FIRST_RUNGS, LARGEST, inverses, rungs
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.small_moments import (
@@ -69,6 +72,32 @@ def test_small_moments_are_quantized_as_large_ones_are(pair, first_tolerance, se
         return
     wanted = quantize_first_moment(first, stored, "v", first_tolerance) if bool(torch.isfinite(first).all()) else None
     assert same(first_of(first, stored, first_tolerance), wanted)
+
+
+@given(pairs(), TOLERANCES)
+def test_as_many_grids_are_fitted_as_necessary(pair, tolerance):
+    """All grids are fitted if ranks decide together. The decision is the same."""
+    first, second = (tensor.reshape(-1).contiguous().numpy() for tensor in pair)
+    first = np.where(second > 0, first, 0).astype(np.float32)
+    if np.isfinite(first).all() and np.isfinite(second).all():
+        fits = np.empty(4 * len(FIRST_RUNGS))
+        squares, largest = _native.update_fits(first, second, EPSILON, inverses(0), fits)
+        wanted = _native.coarsest(squares, fits, rungs(0), tolerance) if largest <= LARGEST else None
+        assert _native.coarsest_update(first, second, EPSILON, rungs(0), inverses(0), tolerance) == wanted
+
+
+def test_moments_that_begin_at_any_byte_are_quantized():
+    tensors = {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        values = torch.rand(20, 10) + 0.1
+        memory = torch.empty(values.nbytes + 1, dtype=torch.uint8)
+        memory[1:] = values.view(-1).view(torch.uint8)
+        tensors[f"a.{name}"] = torch.frombuffer(memory.numpy(), dtype=torch.float32, offset=1).view(20, 10)
+    labels = {"a.exp_avg": Label("first_moment"), "a.exp_avg_sq": Label("second_moment")}
+    found = quantize_moments(tensors, labels, 0.5, 0.5)
+    wanted = quantize_moments({name: tensor.clone() for name, tensor in tensors.items()}, labels, 0.5, 0.5)
+    assert found.keys() == wanted.keys() == tensors.keys()
+    assert all(same(found[name], wanted[name]) for name in wanted)
 
 
 def test_outliers_of_a_first_moment_are_kept():

@@ -37,7 +37,7 @@ def distortion(
 
 def _squares(weight: Tensor, candidate: CandidateTensor) -> list[float]:
     """Return the sum of squares of a weight, and that of its errors."""
-    if isinstance(candidate, RoundedToGrid) and (found := candidate.errors()) is not None:
+    if isinstance(candidate, RoundedToGrid) and (found := candidate.errors(weight)) is not None:
         return list(found)
     flat, begin = weight.detach().reshape(-1), 0
     weight_sum = error_sum = 0.0

@@ -85,8 +85,8 @@ def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = Non
     if tolerance == math.inf:
         return _all_zero(first.dtype, first.shape)
     sampled = sample(first, shard or Shard.whole(first.shape))
-    square = float(np.square(sampled.numpy().astype(np.float64)).sum())  # not a product: BLAS would wake its threads
-    squares, count = (yield from total(square, sampled.numel())).tolist()
+    square = float(np.square(sampled.astype(np.float64)).sum())  # not a product: BLAS would wake its threads
+    squares, count = (yield from total(square, sampled.size)).tolist()
     root_mean_square = math.sqrt(squares) / math.sqrt(max(count, 1))
     if not root_mean_square > 0:
         return None
@@ -125,7 +125,7 @@ def _samples(
     first: Tensor, stored_second: QuantizedTensor | RankOne, shard: Shard
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the samples of a first moment and its stored second moment."""
-    return _contiguous(sample(first, shard)), _contiguous(sample_stored(stored_second, shard))
+    return sample(first, shard), sample_stored(stored_second, shard)
 
 
 def _fits_of_update(exact: NDArray[np.float32], second: NDArray[np.float32]) -> _Fits:
@@ -138,17 +138,12 @@ def _fits_of_update(exact: NDArray[np.float32], second: NDArray[np.float32]) -> 
     return _Fits(square if largest <= LARGEST else math.nan, found)
 
 
-def _fits_of_values(sampled: Tensor, square: float, unit: int) -> _Fits:
+def _fits_of_values(values: NDArray[np.float32], square: float, unit: int) -> _Fits:
     """Return the fits of grids to a first moment that is the update itself. unit: see ``rungs``."""
-    values = _contiguous(sampled)
     exact, found = values.astype(np.float64), np.empty(4 * len(FIRST_RUNGS))
     _native.grid_fits(values, exact, np.ones_like(exact), inverses(unit), found)
     judged = not len(values) or float(np.abs(values).max()) <= LARGEST
     return _Fits(square if judged else math.nan, found)
-
-
-def _contiguous(sampled: Tensor) -> NDArray[np.float32]:
-    return np.ascontiguousarray(sampled.numpy())
 
 
 @lru_cache(maxsize=256)

@@ -102,13 +102,13 @@ class RoundedToGrid:
             self._round(part, begin, values)
             yield values
 
-    def errors(self) -> tuple[float, float] | None:
-        """Return the sum of the tensor's squares, and that of the errors; None if that takes its values.
+    def errors(self, exact: Tensor) -> tuple[float, float] | None:
+        """Return the sum of the squares of exact values, and that of the errors; None if that takes the values.
 
-        Only of float32, whose values are rounded without being kept.
+        exact: the tensor that is rounded, and float32; then values are not kept. None for any other.
         """
         tensor = self.read()
-        if tensor.dtype != torch.float32:
+        if tensor is not exact or tensor.dtype != torch.float32:
             return None
         grid_errors = kernels.for_device(tensor.device).grid_errors
         flat, inverse, step = tensor.detach().reshape(-1), _inverse(self.rung), float(rung_value(self.rung))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine.forms.form import Form
@@ -18,20 +20,25 @@ _STRIDE = 2_654_435_761
 """A large prime. The indices of a sample are its multiples, so that they do not line up with rows or columns."""
 
 
-def sample(tensor: Tensor, shard: Shard) -> Tensor:
-    """Return what the rank holds of at most ``SAMPLE_SIZE`` elements: float32, flat, on the host.
+def sample(tensor: Tensor, shard: Shard) -> NDArray[np.float32]:
+    """Return what the rank holds of at most ``SAMPLE_SIZE`` elements, flat.
 
     tensor: the local one.
     """
     flat = tensor.detach().reshape(-1)
     if shard.shape.numel() > SAMPLE_SIZE:
         flat = flat.index_select(0, _held_on(shard, flat.device))
-    return flat.to("cpu", torch.float32)
+    return _array(flat)
 
 
-def sample_stored(stored: Form, shard: Shard) -> Tensor:
+def sample_stored(stored: Form, shard: Shard) -> NDArray[np.float32]:
     """Return ``sample`` of the values of a local tensor."""
-    return stored.values_at(_held(shard)).to(torch.float32)
+    return _array(stored.values_at(_held(shard)))
+
+
+def _array(values: Tensor) -> NDArray[np.float32]:
+    """Return values as native code reads them: a tensor in a memory-mapped file may begin at any byte."""
+    return np.require(values.to("cpu", torch.float32).numpy(), requirements=["C", "A"])
 
 
 @lru_cache(maxsize=16)

@@ -71,7 +71,8 @@ def quantize_moments(
         return shard
 
     def small_values_of(name: str) -> NDArray[np.float32] | None:
-        return None if name in shards else small_values(tensors[name])
+        # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
+        return None if reduce is not None else small_values(tensors[name])
 
     def size(name: str) -> int:
         # Sums of rows and columns are as long as those of the whole tensor.

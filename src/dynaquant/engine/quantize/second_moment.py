@@ -43,10 +43,10 @@ def quantize_second_moment(
     the local tensor.
     """
     shard = shard or Shard.whole(second.shape)
-    values = np.ascontiguousarray(sample(second, shard).numpy())
+    values = sample(second, shard)
     factors = yield from quantize_rank_one(second, shard)
     if factors is not None:
-        change = _native.root_changes(values, sample_stored(factors, shard).numpy())
+        change = _native.root_changes(values, sample_stored(factors, shard))
         if (yield from _is_good(change, tolerance)):
             return factors
     extremes: Extremes | None = None
