@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -133,8 +134,10 @@ sentences.
 
 Without a metric, a tensor's grid step depends on the size of its values, the grids of vectors (biases, norms) are eight
 times finer, and an estimate decides on the scale. With a metric, each tensor is first quantized alone, which measures
-its sensitivity; then the scale is searched for. [NNCodec 2](../../benchmarks/peers/nnc.py) has the largest of its
-quantization parameters that the same metric allows, found by bisection; its seconds include starts of its process.
+its sensitivity; then the scale is searched for. Whatever the metric allows, no grid step of `balanced`, the default, is
+larger than half the size of a tensor's values, so that a later training does not suffer; with `small`, it is their whole
+size. [NNCodec 2](../../benchmarks/peers/nnc.py) has the largest of its quantization parameters that the same metric
+allows, found by bisection; its seconds include starts of its process.
 {sentence(described)}
 """
 
@@ -158,9 +161,9 @@ def main() -> None:
         for limit in (None, 0.05):
             how = "no metric" if limit is None else f"no metric, max_degradation {limit}"
             results.append(measure(how, Packer(dq.Quality(max_degradation=limit)), Path(folder) / "model.dqc"))
-        for limit in LIMITS:
-            packer = Packer(dq.Quality(max_degradation=limit), metric=similarity, higher_is_better=True)
-            results.append(measure(f"metric, max_degradation {limit}", packer, Path(folder) / "model.dqc"))
+        for quality, limit in product(("balanced", "small"), LIMITS):
+            packer = Packer(dq.Quality(quality, max_degradation=limit), metric=similarity, higher_is_better=True)
+            results.append(measure(f"{quality}, metric, max_degradation {limit}", packer, Path(folder) / "model.dqc"))
     if nnc.installed():
         results += [measure_nncodec(limit) for limit in LIMITS]
     else:
