@@ -135,9 +135,9 @@ sentences.
 Without a metric, a tensor's grid step depends on the size of its values, the grids of vectors (biases, norms) are eight
 times finer, and an estimate decides on the scale. With a metric, each tensor is first quantized alone, which measures
 its sensitivity; then the scale is searched for. Whatever the metric allows, no grid step of `balanced`, the default, is
-larger than half the size of a tensor's values, so that a later training does not suffer; with `small`, it is their whole
-size. [NNCodec 2](../../benchmarks/peers/nnc.py) has the largest of its quantization parameters that the same metric
-allows, found by bisection; its seconds include starts of its process.
+larger than half the size of a tensor's values, so that a later training does not suffer. With `small`, it may be their
+whole size. [NNCodec 2](../../benchmarks/peers/nnc.py) has the largest of its quantization parameters that the same
+metric allows, found by bisection; its seconds include starts of its process.
 {sentence(described)}
 """
 
