@@ -38,9 +38,11 @@ from transformers import AutoModel, AutoTokenizer
 
 import dynaquant as dq
 from dynaquant.interop.packing import Packer, compress
+from dynaquant.options import QualityName
 
 WEIGHTS = Path(get_model_path()) / "model.safetensors"
 BATCH, CALIBRATION, TEST = 32, 16, 200
+QUALITIES: tuple[QualityName, ...] = ("balanced", "small")
 LIMITS = (0.005, 0.01, 0.02)
 """Limits of ``max_degradation`` with the metric."""
 
@@ -161,7 +163,7 @@ def main() -> None:
         for limit in (None, 0.05):
             how = "no metric" if limit is None else f"no metric, max_degradation {limit}"
             results.append(measure(how, Packer(dq.Quality(max_degradation=limit)), Path(folder) / "model.dqc"))
-        for quality, limit in product(("balanced", "small"), LIMITS):
+        for quality, limit in product(QUALITIES, LIMITS):
             packer = Packer(dq.Quality(quality, max_degradation=limit), metric=similarity, higher_is_better=True)
             results.append(measure(f"{quality}, metric, max_degradation {limit}", packer, Path(folder) / "model.dqc"))
     if nnc.installed():
