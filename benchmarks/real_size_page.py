@@ -181,13 +181,13 @@ def plot(found: Found, plan: Plan, path: Path) -> None:
         sizes.plot(*points, "o-", color=COLOURS[name], label=name, markersize=3)
         key = [one for one in records if one["parent"] is None]
         marks = [one["step"] for one in key], [one["stored"] / 1e6 for one in key]
-        sizes.plot(*marks, "s", color=COLOURS[name], markersize=7, fillstyle="none", label=f"{name}: keyframes")
+        sizes.plot(*marks, "s", color=COLOURS[name], markersize=7, fillstyle="none")
     lines = found[UNDISTURBED].of("save")
     sizes.plot([line["save"] for line in lines], [line["bytes"] / 1e6 for line in lines], "k-", label="torch.save")
     losses.set(title=f"Loss in training, mean of {every} steps", xlabel="step", ylabel="nats per token")
     apart.set(title="The same, beside the undisturbed run", xlabel="step", ylabel="higher by, %")
     apart.axhline(0, color="black", linewidth=0.8)
-    sizes.set(title="Size of a checkpoint", xlabel="step", ylabel="MB", yscale="log")
+    sizes.set(title="Size of a checkpoint (squares: keyframes)", xlabel="step", ylabel="MB", yscale="log")
     plain_ticks(sizes.yaxis)
     _finish([losses, apart, sizes], plan.kills_of(DEFAULT))
     figure.savefig(path, dpi=110)
@@ -199,6 +199,7 @@ def _finish(panels: list[Axes], kills: list[int]) -> None:
             axes.axvline(kill, color="tab:red", linestyle=":", linewidth=1, label="kill" if i == 0 else None)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
+    panels[-1].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.93))  # below the line of torch.save
 
 
 def page(found: Found, plan: Plan, described: dict[str, str | int]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import Tensor
 
+from dynaquant.engine import kernels
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.ranks.group import Group
 from dynaquant.saving.capture import Captured
@@ -28,9 +30,13 @@ def not_finite(captured: Captured, group: Group) -> list[str]:
 
 def _not_finite(weights: dict[str, Tensor]) -> list[str]:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
-    for name, tensor in weights.items():
-        by_device.setdefault(tensor.device, {})[name] = torch.stack(tensor.aminmax()).double().sum()
     bad = []
+    for name, tensor in weights.items():
+        if tensor.device == kernels.HOST:
+            if not all(map(math.isfinite, kernels.for_device(tensor.device).extremes(tensor))):
+                bad.append(name)
+        else:
+            by_device.setdefault(tensor.device, {})[name] = torch.stack(tensor.aminmax()).double().sum()
     for sums in by_device.values():  # one transfer for each device
         finite = torch.stack(list(sums.values())).isfinite().tolist()
         bad += [name for name, is_finite in zip(sums, finite, strict=True) if not is_finite]
