@@ -4,7 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.py tests/kernels/test_native_conditional.py \
-  tests/kernels/test_native_threads.py tests/kernels/test_kernels.py
+  tests/kernels/test_native_threads.py tests/kernels/test_kernels.py tests/quantize/test_small_moments.py \
+  tests/quantize/test_magnitude.py
 
 .PHONY: help demo test test-all test-torchtitan lint docs wheel sanitize native-variants has-clang no-clang \
   fuzz run-fuzzers has-fuzzer no-fuzzer benchmark-setup bench clean force

@@ -261,13 +261,19 @@ def in_words(found: Found) -> str:
     if ANOTHER in found:
         parts.append(f"Another seed ends {worse(found, ANOTHER):+.2%} worse.")
     parts.append("A restore reads all files from the last keyframe on, so it takes longer the more there are.")
-    factor = median(line["seconds"] / line["cpu"] for run in found.values() for line in run.of("step"))
-    if factor > BUSY:
+    busy = {name: factor for name, run in found.items() if (factor := slowed(run)) > BUSY}
+    if busy:
+        factors = ", ".join(f"{_label(name)} {factor:.2f}" for name, factor in busy.items())
         parts.append(
-            f"Other programs ran on the same core: steps took {factor:.2f} times their CPU seconds (median). So "
-            "compare CPU seconds rather than wall time."
+            f"Other programs ran on the same core during some runs: a step took more than its CPU seconds ({factors} "
+            "times as long, median). Compare CPU seconds there rather than wall time."
         )
     return " ".join(parts)
+
+
+def slowed(run: Run) -> float:
+    """Return how many times its CPU seconds a step takes in wall time (median)."""
+    return float(median(line["seconds"] / line["cpu"] for line in run.of("step")))
 
 
 def same_losses(found: Found, name: str) -> int:

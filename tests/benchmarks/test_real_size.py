@@ -125,5 +125,5 @@ def test_the_page_shows_what_was_measured(found, data, tmp_path):
     text = (tmp_path / "real_size.md").read_text()
     assert "After 1 kills, which cost 1 steps, it ends +0.50% worse than the undisturbed run." in text
     assert "Its first 2 losses are the same bit for bit." in text
-    assert "steps took 1.50 times their CPU seconds" in text
+    assert "(undisturbed 1.50, `balanced` 1.50 times as long, median)" in text
     assert (tmp_path / "real_size.png").stat().st_size > 0
