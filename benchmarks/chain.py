@@ -35,6 +35,8 @@ from dynaquant.options import QualityName
 
 STEPS = 3
 """Steps between checkpoints."""
+LARGE = 10_000_000
+"""Weights of a model whose memory is worth a row."""
 TURNS = 5
 """Loads of each kind. The fastest counts."""
 
@@ -172,17 +174,21 @@ def table(sizes: list[Size], found: list[dict[str, float]], quality: str) -> Tab
     def row(name: str, cell: Callable[[dict[str, float]], str]) -> list[str]:
         return [name, *map(cell, found)]
 
+    def memory(name: str, key: str) -> list[str]:
+        # What the process itself needs would be most of it in a small model.
+        return [name, *(f"{e[key]:.1f}" if s.weights >= LARGE else "" for s, e in zip(sizes, found, strict=True))]
+
     rows = [
         row("times smaller, last link", lambda each: f"{each['ratio']:.0f}×"),
         row("torch.save + fsync", lambda each: f"{each['torch.save']:.2f} s"),
         row("save blocks", lambda each: f"{each['blocks']:.2f}×"),
         row("save is on the disk", lambda each: f"{each['on disk']:.2f}×"),
-        row("memory of saves, bytes per value", lambda each: f"{each['memory']:.1f}"),
+        memory("memory of saves, bytes per value", "memory"),
         row("torch.load", lambda each: f"{each['torch.load']:.2f} s"),
         row("load of the keyframe", lambda each: f"{each['keyframe']:.1f}×"),
         row("load of the last link", lambda each: f"{each['last link']:.1f}×"),
-        row("memory of torch.load, bytes per value", lambda each: f"{each['torch.load, memory']:.1f}"),
-        row("memory of the last link's load", lambda each: f"{each['last link, memory']:.1f}"),
+        memory("memory of torch.load, bytes per value", "torch.load, memory"),
+        memory("memory of the last link's load", "last link, memory"),
     ]
     links = ["links", *(str(size.links) for size in sizes)]
     return Table(f"quality {quality!r}", ["", *(size.title for size in sizes)], [links, *rows])
