@@ -216,7 +216,9 @@ of loads is the peak, the loaded state included.
 
 
 def main() -> None:
-    made = options.parser(__doc__, data=None)
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, help=f"folder for JSON and page; by default {options.RESULTS}")
+    made.add_argument("--quick", action="store_true", help=f"tiny sizes; results go to {options.QUICK}")
     made.add_argument("--tensors", type=int, help="layers")
     made.add_argument("--width", type=int, help="of a layer")
     made.add_argument("--links", type=int, default=7, help="checkpoints of the chain, at least 3")

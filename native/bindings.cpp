@@ -219,6 +219,12 @@ using Bins = std::pair<int, int>;
 
 Bins pair_of(dynaquant::LogBins bins) { return {bins.first, bins.bins}; }
 
+std::optional<Bins> log_bins(float smallest, float largest, const Table<const std::int16_t>& exponents) {
+    const auto found = dynaquant::log_bins(smallest, largest, view(exponents));
+    if (!found) return std::nullopt;
+    return pair_of(*found);
+}
+
 std::optional<std::pair<Bins, Bins>> rank_one(const Array<const double>& row_sums,
                                               const Array<const double>& column_sums,
                                               const Table<const std::int16_t>& exponents,
@@ -512,6 +518,9 @@ NB_MODULE(_native, m) {
     m.def("coarsest_update", &coarsest_update, "firsts"_a.noconvert(), "seconds"_a.noconvert(), "epsilon"_a,
           "rungs"_a.noconvert(), "inverses"_a.noconvert(), "tolerance"_a,
           "Returns what coarsest does with the sums of update_fits, but computes no more of them than necessary.");
+    m.def("log_bins", &log_bins, "smallest"_a, "largest"_a, "exponents"_a.noconvert(),
+          "Returns the first exponent and the number of the bins that hold all values between these two; None if that\n"
+          "takes too many levels. smallest: of the values that are not zero. exponents: as for rank_one.");
     m.def("rank_one", &rank_one, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(), "exponents"_a.noconvert(),
           "rows"_a.noconvert(), "columns"_a.noconvert(),
           "Fills the levels of factors whose outer product has these sums. exponents: of the power of each bucket.\n"

@@ -28,17 +28,32 @@ double quantile(std::vector<double>& values, double share) {
     return low + (high - low) * (place - static_cast<double>(below));
 }
 
-double median_of_positive(std::span<const double> values) {
-    std::vector<double> present;
-    std::copy_if(values.begin(), values.end(), std::back_inserter(present), [](double value) { return value > 0.0; });
-    return quantile(present, 0.5);
-}
-
 // Returns the mean of values of which none counts more than a limit.
 double limited_mean(std::span<const double> values, double limit) {
     double sum = 0.0;
     for (const double value : values) sum += std::min(value, limit);
     return sum / static_cast<double>(values.size());
+}
+
+// Needs memory for a copy in double precision.
+template <typename Value>
+Magnitude magnitude_of(std::span<const Value> values) {
+    std::vector<double> buffer(values.begin(), values.end());
+    const double middle = quantile(buffer, 0.5);
+    const auto median_of_positive = [&](const auto& of) {
+        buffer.clear();
+        for (const double value : values)
+            if (const double found = of(value); found > 0.0) buffer.push_back(found);
+        return quantile(buffer, 0.5) / normal_median;
+    };
+    const double deviation = median_of_positive([&](double value) { return std::abs(value - middle); });
+    const double limit = largest_share * median_of_positive([](double value) { return std::abs(value); });
+    double sum = 0.0;
+    for (const double value : values) {
+        const double size = std::min(std::abs(value), limit);
+        sum += size * size;
+    }
+    return {sum / static_cast<double>(values.size()), deviation};
 }
 
 }  // namespace
@@ -62,29 +77,14 @@ Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const dou
     return {std::min(means[0], means[1]), small};
 }
 
-Magnitude vector_magnitude(std::span<const double> values) {
-    std::vector<double> ordered(values.begin(), values.end());
-    const double middle = quantile(ordered, 0.5);
-    std::vector<double> apart, sizes;
-    apart.reserve(values.size());
-    sizes.reserve(values.size());
-    for (const double value : values) {
-        apart.push_back(std::abs(value - middle));
-        sizes.push_back(std::abs(value));
-    }
-    const double deviation = median_of_positive(apart) / normal_median;
-    const double limit = largest_share * (median_of_positive(sizes) / normal_median);
-    double sum = 0.0;
-    for (const double size : sizes) sum += std::min(size, limit) * std::min(size, limit);
-    return {sum / static_cast<double>(sizes.size()), deviation};
-}
+Magnitude vector_magnitude(std::span<const double> values) { return magnitude_of(values); }
 
 std::optional<Magnitude> tensor_magnitude(std::span<const float> values, std::size_t rows) {
     const Extremes found = extremes(values);
     const float largest = std::max(found.highest, -found.lowest);
     if (!(found.lowest < found.highest && largest > smallest_safe && largest < largest_safe)) return std::nullopt;
     const std::size_t columns = values.size() / rows;
-    if (rows == 1 || columns == 1) return vector_magnitude(std::vector<double>(values.begin(), values.end()));
+    if (rows == 1 || columns == 1) return magnitude_of(values);
     std::vector<double> row_sums(rows), column_sums(columns);
     row_and_column_squares(values, row_sums, column_sums);
     return matrix_magnitude(row_sums, column_sums);

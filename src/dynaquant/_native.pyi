@@ -66,6 +66,7 @@ def coarsest_update(
     inverses: NDArray[float32],
     tolerance: float,
 ) -> tuple[int, int] | None: ...
+def log_bins(smallest: float, largest: float, exponents: NDArray[int16]) -> tuple[int, int] | None: ...
 def rank_one(
     row_sums: NDArray[float64],
     column_sums: NDArray[float64],

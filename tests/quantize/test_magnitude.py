@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks_in_threads import on_ranks
 
+from dynaquant import _native
 from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration
@@ -131,3 +132,25 @@ def test_no_scale_rounds_what_was_learned_to_zero(kind):
     small = weights[128:, 32:]
     lost = (restored[128:, 32:] - small).square().sum() / small.square().sum()
     assert lost < 0.05
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2**32 - 1), st.floats(-10, 10), st.floats(0, 0.9))
+def test_one_call_finds_what_several_do(rows, columns, seed, exponent, zeros):
+    """float32 takes one native call; the same values in float64 take the steps that ranks take together."""
+    numbers = np.random.default_rng(seed)
+    values = numbers.standard_normal((rows, columns)) * 10**exponent * (numbers.random((rows, columns)) >= zeros)
+    tensor = torch.from_numpy(values.astype(np.float32))
+    found, wanted = magnitudes({"w": tensor}), magnitudes({"w": tensor.double()})
+    assert found.keys() == wanted.keys()
+    for name, each in found.items():
+        assert each.small == pytest.approx(wanted[name].small, rel=1e-5)
+        assert each.mean_square == pytest.approx(wanted[name].mean_square, rel=1e-5)
+
+
+def test_values_without_a_magnitude_are_refused():
+    same, zeros = np.full(5, 2.0), np.zeros(5)
+    for refused in (lambda: _native.vector_magnitude(same), lambda: _native.matrix_magnitude(zeros, zeros)):
+        with pytest.raises(ValueError, match="all values are the same"):
+            refused()
+    with pytest.raises(ValueError, match="so many rows"):
+        _native.tensor_magnitude(np.ones(6, dtype=np.float32), 4)

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.tensors.codebook import (
     FIRST_BIN,
     HIGHEST_RUNG,
     LOWEST_RUNG,
-    MAX_BINS,
     PRUNED,
     RUNGS_PER_OCTAVE,
     LogGrid,
@@ -41,12 +41,10 @@ def quantize_to_log_grid(tensor: Tensor, pace: int, extremes: Extremes | None = 
     They decide which powers have levels.
     """
     smallest, largest = extremes_of(tensor) if extremes is None else extremes
-    first, bins = 0, 0
-    if largest >= SMALLEST:
-        low, high = exponents(pace)[_buckets(np.array([smallest, largest], dtype=np.float32))]
-        first, bins = int(low), int(high - low) + 1
-    if bins > MAX_BINS:
+    found = _native.log_bins(smallest, largest, exponents(pace))
+    if found is None:
         return None
+    first, bins = found
     table = table_for(tensor.dtype, _level_table(pace, first))
     levels = kernels.for_device(tensor.device).table_levels(tensor, table)
     codebook = LogGrid(pace, first, bins)
