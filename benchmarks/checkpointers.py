@@ -15,9 +15,11 @@ from time import perf_counter
 from typing import Any, Literal, Protocol
 
 from peers import body
+from peers.bitsnap import BITSNAP
 from peers.check_n_run import CHECK_N_RUN
 from peers.excp import EXCP
 from peers.lc_checkpoint import LC_CHECKPOINT
+from peers.paddlenlp import O1, O2
 from peers.peer import Checkpoint, Encoded, Known, Peer
 from peers.qd_compressor import QD_COMPRESSOR
 from torch import Tensor
@@ -221,6 +223,9 @@ METHODS: dict[str, Peer[Any] | Literal["published", "grid"]] = {
     "QD-Compressor+": QD_COMPRESSOR,
     "LC-Checkpoint": LC_CHECKPOINT,
     "ExCP": EXCP,
+    "BitSnap": BITSNAP,
+    "PaddleNLP O1": O1,
+    "PaddleNLP O2": O2,
     PUBLISHED: "published",
     DEFAULT: "grid",
 }

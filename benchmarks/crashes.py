@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from operator import setitem
 from pathlib import Path
@@ -47,24 +47,11 @@ class Settings:
     workload: str
     max_degradation: float
     restores: int
-    steps: int = 1600
-    every: int = 80
+    steps: int
+    every: int
     lost: int = 10
     seeds: int = 3
     threads: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.workload}-{self.max_degradation:g}-{self.restores}"
-
-    def command(self, script: str) -> str:
-        """Return the command that runs a script of this folder with these settings."""
-        given = [
-            f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return " ".join([f".venv/bin/python benchmarks/{script} --data DIR", *given])
 
     @property
     def restore_points(self) -> list[int]:
@@ -87,7 +74,8 @@ def of_size(workload: str, max_degradation: float, restores: int, quick: bool) -
     """Return the settings for the tables of several methods. quick: only to see that everything works."""
     if quick:
         return Settings(workload, max_degradation, min(restores, 1), steps=4, every=2, lost=1, seeds=1)
-    return Settings(workload, max_degradation, restores, steps=800, every={"gpt": 40, "resnet": 32}[workload])
+    steps, every = {"gpt": (480, 24), "resnet": (800, 32)}[workload]
+    return Settings(workload, max_degradation, restores, steps, every)
 
 
 @dataclass(frozen=True)
@@ -298,29 +286,3 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def times(ratio: float | None) -> str:
     """Return a ratio as text for a table."""
     return "–" if ratio is None else f"{ratio:.1f}×"
-
-
-def parse(description: str | None) -> tuple[Settings, argparse.Namespace]:
-    """Return the settings of one training from the command line, and all arguments. Makes the named folders."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt or cifar10.zip")
-    parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
-    parser.add_argument("--max-degradation", type=float, required=True)
-    parser.add_argument("--restores", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--every", type=int, default=Settings.every)
-    parser.add_argument("--lost", type=int, default=Settings.lost, help="steps from a checkpoint to the crash")
-    parser.add_argument("--seeds", type=int, default=Settings.seeds, help="trainings without crashes")
-    parser.add_argument("--threads", type=int, default=Settings.threads, help="threads of PyTorch")
-    parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="folder that keeps trainings")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
-    arguments = parser.parse_args()
-    settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
-    if not 0 <= settings.restores < settings.steps // settings.every or not 0 <= settings.lost < settings.every:
-        parser.error(
-            "every restore needs its own checkpoint, before the last one, and a crash before the next checkpoint"
-        )
-    torch.set_num_threads(settings.threads)
-    for folder in (arguments.cache, arguments.out):
-        folder.mkdir(parents=True, exist_ok=True)
-    return settings, arguments

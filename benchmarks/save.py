@@ -117,7 +117,7 @@ def table(rows: list[Row], raw: int) -> Table:
 
 NOTES = """\
 - *ratio*: bytes of the tensors over bytes of the file. The state is synthetic: in a real training, the ratios of
-  quantized states are lower ([measured](whole_state.md)). There is no metric, so no time of evaluations.
+  quantized states are lower ([measured](failure_recovery.md)). There is no metric, so no time of evaluations.
 - The methods took turns, each with its own file. *fastest* is the fastest turn of each, *median* the median of all.
   If other programs run meanwhile, they slow all methods, so the fastest turns compare best.
 - *CPU*: seconds of all cores together, in the turn that took the fewest.

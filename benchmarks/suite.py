@@ -38,13 +38,10 @@ class Report:
 
 REPORTS = [
     Report("failure_recovery.py", "ten restores by every method", (65, 2)),
-    Report("trade_off.py", "limits of 0.1, 1 and 5 %", (20, 2)),
-    Report("one_shot.py", "bins that single checkpoints need", (35, 1)),
     Report("kernel_speed.py", "quantiles and clustering against libraries", (8, 1), needs_data=False),
     Report("coding_speed.py", "coding of levels against libraries", (5, 1), needs_data=False),
     Report("delta_ablation.py", "what each stage of the delta coder saves", (4, 1)),
     Report("transfer.py", "a pretrained model, compressed and fine-tuned", (20, 1)),
-    Report("restores.py", "0 to 20 restores", (15, 1)),
     Report("bounds.py", "a bound on every value's error, against ZFP and SZ3", (3, 1)),
     Report("promise.py", "where restored trainings of eight kinds end", (120, 1)),
     Report("optimizers.py", "one restore with every optimizer", (20, 1)),

@@ -243,7 +243,7 @@ NOTES = """\
   restores it through both, and so does [moonclip](../../benchmarks/peers/managers.py). The others use only one
   checkpoint.
 - *ratio*: raw bytes over stored bytes of this state. In a real training, dynaquant's lossy ratios are far lower
-  ([measured](whole_state.md)). *exact*: every tensor came back bit for bit. dynaquant had no metric, so its times
+  ([measured](failure_recovery.md)). *exact*: every tensor came back bit for bit. dynaquant had no metric, so its times
   contain no evaluations.
 - Speeds are GB/s of raw state. *blocking* is the time until training may change the weights. dynaquant, moonclip and
   torch_checkpointing go on in the background. There dynaquant also reads its file back and compares it before it

@@ -1,97 +1,15 @@
 """The reports turn measurements into tables, pictures and pages. Nothing is trained here."""
 
-from dataclasses import asdict
-
 import bounds
 import entropy
 import numpy as np
 import pytest
 import torch
-from bins_needed import LIMITS, METHODS, Candidate, Tried, Walk, effective_levels, ranges, walk
-from one_shot import mean, means
-from one_shot import page as one_shot_page
-from one_shot import plot as one_shot_plot
 from training import model_of, train
 
 import dynaquant as dq
-from dynaquant.engine.forms.levels import QuantizedTensor
-from dynaquant.engine.tensors.codebook import Grid
 
 MACHINE = {"cpu": "processor", "cores": 2, "torch": "2.0"}
-
-
-def candidates(*bins):
-    """Return candidates; ``judge`` scores each by 1 over the square of its bins."""
-    return [Candidate(count, {"bins": torch.tensor(count)}, lambda count=count: 100 * count) for count in bins]
-
-
-def judge(values):
-    return 1 / float(values["bins"]) ** 2
-
-
-def test_a_walk_ends_at_the_strictest_limit_and_codes_the_fewest_bins_for_each_limit():
-    tried = walk(candidates(4, 6, 8, 12, 16, 24, 32, 48), judge, 800)
-    assert [one.bins for one in tried] == [4, 6, 8, 12, 16, 24, 32]
-    assert [one.bins for one in tried if one.bits is not None] == [6, 12, 32]
-    found = Walk("gpt", 160, "GOBO+", tried)
-    assert [found.needed(limit).bins for limit in LIMITS] == [6, 12, 32]
-    assert found.needed(0.01).bits == 12
-
-
-def test_a_luckily_good_number_of_bins_counts_for_all_its_limits():
-    tried = walk(candidates(4, 6, 8), lambda values: 0.2 if values["bins"] < 8 else 0.0005, 800)
-    assert [one.bits for one in tried] == [None, None, 8]
-
-
-def test_not_a_number_is_never_good_enough():
-    found = Walk("gpt", 160, "GOBO+", walk(candidates(4, 6), lambda _: float("nan"), 800))
-    assert found.needed(0.05) is None
-
-
-def test_a_failure_counts_as_the_most_bins_and_is_shown():
-    some = [Walk("gpt", 160, "GOBO+", [Tried(4, 0.5, None), Tried(8, 0.009, 3.0)])]
-    none = [Walk("gpt", 320, "GOBO+", [Tried(4, 0.5, None), Tried(256, 0.2, None)])]
-    assert str(mean(some, 0.01)) == "8.0"
-    both = mean(some + none, 0.01)
-    assert (both.bins, both.bits, both.failed) == (132, 3.0, 1)
-    assert str(both) == "≥ 132.0 (1 fail)"
-
-
-def test_the_entropy_counts_levels_that_are_equally_frequent():
-    levels = np.repeat(np.arange(8, dtype=np.uint8), 100)
-    tensor = QuantizedTensor(torch.float32, torch.Size([800]), levels, Grid(0, 6), np.zeros(0, dtype=np.uint16))
-    assert effective_levels([tensor, tensor]) == pytest.approx(8)
-
-
-@pytest.mark.parametrize("bins", [4, 8, 14, 256])
-def test_check_n_run_has_ranges_for_any_number_of_bins(bins):
-    assert ranges(bins).bins == bins
-    assert 0 < ranges(bins).ratio <= 0.5
-
-
-def one_shot_walks():
-    """Return walks of all methods on ten checkpoints; some fail."""
-    return [
-        Walk(workload, step, method, [Tried(8 + step / 160 + i, limit * (0.9 if i else 1.1), 2.0) for limit in LIMITS])
-        for workload in ("gpt", "resnet")
-        for step in range(160, 1601, 160)
-        for i, method in enumerate(METHODS)
-    ]
-
-
-def test_the_page_of_one_shot_shows_the_results(tmp_path):
-    found = one_shot_walks()
-    one_shot_plot(means(found), tmp_path / "one_shot.png")
-    assert (tmp_path / "one_shot.png").read_bytes().startswith(b"\x89PNG")
-    text = one_shot_page(found, (4, 8), MACHINE)
-    assert "| QD-Compressor+ | 14.5 | 2.00 |" in text
-    assert "(10 fail)" in text
-    assert "in the paper, on GPT-2 medium, it is 16.2 and 47.7, 2.9 times as many" in text
-
-
-def test_walks_are_read_back_from_json():
-    found = one_shot_walks()[0]
-    assert Walk.from_json(asdict(found)) == found
 
 
 @pytest.fixture

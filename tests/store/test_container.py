@@ -257,17 +257,6 @@ def test_several_parents_are_refused(tmp_path):
     assert "it has 2 parents" in refused(tmp_path, file_of(to_json(header(step=3, parents=parents))))
 
 
-def test_the_segments_of_a_stream_are_listed(tmp_path):
-    file = opened(tmp_path, file_of(header(entry(segments=[2, 6])), b"\0" * 8))
-    assert file.header.entries[0].segments == (2, 6)
-    assert Entry.from_json(file.header.entries[0].to_json()) == file.header.entries[0]
-
-
-@pytest.mark.parametrize("segments", [[2, 5], [8, 0], [-1, 9], [2.0, 6], 8, [True, 7]])
-def test_segments_that_do_not_make_up_the_stream_are_refused(tmp_path, segments):
-    broken_entry(tmp_path, segments=segments)
-
-
 def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
     (tmp_path / "some.dqc").mkdir()
     with pytest.raises(CheckpointError, match=r"some\.dqc is a folder, not a file"):

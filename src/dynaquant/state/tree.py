@@ -28,6 +28,7 @@ PYTHON_CONTAINERS: dict[type, str] = {
 """The key in the node of each container type of Python."""
 SIZE = "size"
 """The key in the node of a ``torch.Size``."""
+_CONTAINER_KEYS = frozenset({*PYTHON_CONTAINERS.values(), SIZE})
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "model_state")
 """Keys under which checkpoints of other programs keep the model's state dict."""
@@ -184,7 +185,7 @@ def _children(node: Any) -> list[Any] | None:
     """Return the nodes directly inside a container's node; None for any other node."""
     if isinstance(node, list):
         return node
-    kinds = node.keys() & {*PYTHON_CONTAINERS.values(), SIZE} if isinstance(node, dict) else set()
+    kinds = node.keys() & _CONTAINER_KEYS if isinstance(node, dict) else set()
     if not kinds:
         return None
     inner = [node["metadata"]] if "metadata" in node else []

@@ -22,8 +22,7 @@ _HASH = re.compile("[0-9a-f]{64}")
 class Entry:
     """One tensor of a checkpoint: name, role, dtype, shape, hash of its values, bytes of its stream, and scheme.
 
-    dtype: by its name (``element_types``), because plain data can be read without PyTorch. segments: bytes of the parts
-    of its stream that can be decoded each by itself; empty if it has only one.
+    dtype: by its name (``element_types``), because plain data can be read without PyTorch.
     """
 
     name: str
@@ -33,7 +32,6 @@ class Entry:
     hash: str
     size: int
     scheme: Scheme
-    segments: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -76,7 +74,6 @@ class Entry:
             "hash": self.hash,
             "size": self.size,
             "coding": self.scheme.to_json(),
-            **({"segments": list(self.segments)} if self.segments else {}),
         }
 
     @classmethod
@@ -112,7 +109,6 @@ def _parse(data: Any) -> Entry:
         hash=_typed(data, "hash", str),
         size=_typed(data, "size", int),
         scheme=schemes.parse(_typed(data, "coding", dict)),
-        segments=tuple(_typed(data, "segments", list)) if "segments" in data else (),
     )
 
 
@@ -127,10 +123,6 @@ def _check(entry: Entry) -> None:
         raise ValueError("it is larger than any tensor")
     if entry.size < 0:
         raise ValueError(f"its size is {entry.size}")
-    if entry.segments and not (
-        all(type(n) is int and n > 0 for n in entry.segments) and sum(entry.segments) == entry.size
-    ):
-        raise ValueError("its segments do not make up its stream")
     if not scheme.of_any_dtype and entry.dtype not in QUANTIZABLE:
         raise ValueError(f"{entry.dtype} cannot be quantized")
     scheme.check(entry.shape, entry.size, raw_size)

@@ -77,7 +77,7 @@ class _Tables:
     symbols: int
     context_of: Table
 
-    @property
+    @cached_property
     def contexts(self) -> int:
         """Number of contexts."""
         return int(self.context_of.max()) + 1
