@@ -9,15 +9,14 @@ thread, and other programs on the machine do not count. The limit is a copy of a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import cycle
-from pathlib import Path
 from time import process_time
 
+import options
 import torch
 from cores import on_cores
 from memory import memory_now, peak_memory
@@ -144,14 +143,10 @@ NOTES = """\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, default=VALUES, help="weights")
-    parser.add_argument("--turns", type=int, default=TURNS, help="how often each method runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for JSON and page")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = on_cores({min(os.sched_getaffinity(0))}, measure, arguments.values, arguments.turns)
-    shown, bar, described = table(rows, arguments.values), verdict(rows, arguments.values), machine("numpy", "torch")
+    arguments = options.parse(options.parser(__doc__, data=None))
+    values, turns = (VALUES // 1000, 2) if arguments.quick else (VALUES, TURNS)
+    rows = on_cores({min(os.sched_getaffinity(0))}, measure, values, turns)
+    shown, bar, described = table(rows, values), verdict(rows, values), machine("numpy", "torch")
     show(shown, bar, width=100)
     numbers = {"machine": described, "bar": bar, "rows": [asdict(row) for row in rows]}
     (arguments.out / "candidate.json").write_text(json.dumps(numbers, indent=1) + "\n")

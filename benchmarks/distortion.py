@@ -8,12 +8,12 @@ Needs no data. Takes two minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 
+import options
 from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
@@ -45,20 +45,20 @@ class Case:
     plain: float
 
 
-def cases(name: str) -> list[Case]:
-    """Return a case for each configuration at each of the steps ``AT`` of a training."""
+def cases(name: str, at: Sequence[int]) -> list[Case]:
+    """Return a case for each configuration at each of these steps of a training."""
     work = WORKLOADS[name](STEPS, 0)
     parameters = {f"model.{path}": parameter for path, parameter in work.model.named_parameters()}
     recorder = GradientRecorder(parameters, work.optimizer, window=50)
     label_of = labels(parameters, {"model": work.model})
     found = []
-    for step in track(range(1, STEPS + 1), description=f"training the {name}"):
+    for step in track(range(1, at[-1] + 1), description=f"training the {name}"):
         work.model.train()
         work.loss(work.model, *work.next_batch()).backward()  # type: ignore[no-untyped-call]
         work.optimizer.step()
         work.optimizer.zero_grad()
         work.scheduler.step()
-        if step not in AT:
+        if step not in at:
             continue
         weights = {path: tensor.detach() for path, tensor in parameters.items() if label_of[path].role == "weight"}
         gradients = recorder.collect()
@@ -99,19 +99,17 @@ def summary(found: list[Case]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/distortion.json"), help="JSON; a .md beside it")
-    out = parser.parse_args().out
-    found = [case for name in WORKLOADS for case in cases(name)]
+    arguments = options.parse(options.parser(__doc__, data=None))
+    out, at = arguments.out / "distortion.json", (5,) if arguments.quick else AT
+    found = [case for name in WORKLOADS for case in cases(name, at)]
     table, described = summary(found), machine("numpy", "torch")
     Console().print(table.on_screen())
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"machine": described, "cases": [asdict(case) for case in found]}, indent=1) + "\n")
     page = [
         "# Distortion against degradation",
         "```\n.venv/bin/python benchmarks/distortion.py\n```",
         sentence(described),
-        f"The demo's two trainings at steps {', '.join(map(str, AT))}, quantized to {', '.join(map(str, BINS))} bins "
+        f"The demo's two trainings at steps {', '.join(map(str, at))}, quantized to {', '.join(map(str, BINS))} bins "
         "with nothing and with 30 % pruned. Distortion is Σ F·δ² / Σ F·w², with F the mean squared gradient of a "
         "tensor, or 1; times `DISTORTION_SCALE` it estimates the degradation. The convnet's accuracy on 597 images "
         "resolves 0.17 %.",

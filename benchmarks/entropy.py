@@ -1,6 +1,6 @@
 """Compare the bytes of all levels in a run's checkpoints with their conditional entropy (method 2.2).
 
-    python benchmarks/entropy.py build/demo/transformer build/demo/convnet
+    python benchmarks/entropy.py
 
 It is the entropy of a tensor's levels conditioned on the level of the same element in the parent, by the counts of this
 tensor. In keyframes it is that of the levels alone. A decoder would need the counts as well, so no coder reaches it.
@@ -8,15 +8,17 @@ tensor. In keyframes it is that of the levels alone. A decoder would need the co
 
 from __future__ import annotations
 
-import argparse
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import options
 from numpy.typing import NDArray
-from options import RESULTS
 from results import Table, show
 
 from dynaquant.engine.coding import conditional
@@ -28,6 +30,8 @@ from dynaquant.engine.forms.schemes import Conditional, RankOneFactors, SecondMo
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.store.run import Run
 
+RUNS = ("transformer", "convnet")
+"""Of the demo, by the default method."""
 LARGE = 65_536
 """A tensor with this many values is large: its tables take a negligible share."""
 
@@ -113,18 +117,18 @@ def table(rows: list[Row]) -> Table:
     return Table("Levels against their conditional entropy", columns, cells)
 
 
-def page(rows: list[Row], folders: list[Path]) -> str:
+def page(rows: list[Row]) -> str:
     return f"""\
 # Entropy
 
 ```
-make demo
 make benchmark-setup
-.venv/bin/python benchmarks/entropy.py {" ".join(map(str, folders))}
+.venv/bin/python benchmarks/entropy.py
 ```
 
-The bytes of all levels in whole checkpoints, tables included, beside the entropy of the levels conditioned on the
-parent's. In keyframes it is the entropy of the levels alone. The entropy comes from the counts of each tensor itself.
+The runs are those of `dynaquant demo`. The table has the bytes of all levels in whole checkpoints, tables included,
+beside the entropy of the levels conditioned on the parent's. In keyframes it is the entropy of the levels alone. The
+entropy comes from the counts of each tensor itself.
 
 {table(rows).in_markdown()}
 
@@ -134,15 +138,14 @@ decoder would have to know the counts.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs by the default method")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of JSON and page")
-    arguments = parser.parse_args()
-    rows = [row for folder in arguments.runs for row in measure(folder)]
+    arguments = options.parse(options.parser(__doc__, data=None))
+    with tempfile.TemporaryDirectory(dir=arguments.cache) as folder:
+        demo = [sys.executable, "-m", "dynaquant.cli", "demo", "--out", folder]
+        subprocess.run([*demo, "--quick"] if arguments.quick else demo, check=True)
+        rows = [row for run in RUNS for row in measure(Path(folder) / run)]
     show(table(rows), width=130)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "entropy.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    (arguments.out / "entropy.md").write_text(page(rows, arguments.runs))
+    (arguments.out / "entropy.md").write_text(page(rows))
 
 
 if __name__ == "__main__":

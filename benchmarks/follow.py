@@ -9,7 +9,6 @@ After every optimizer step its weights, rounded to bfloat16, are saved to a run;
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import multiprocessing
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import options
 import torch
 import workloads
 import zstandard
@@ -35,6 +35,8 @@ import dynaquant as dq
 from dynaquant.engine.coding import lossless
 from dynaquant.engine.tensors.dtypes import bytes_of
 
+BEFORE, UPDATES = 40, 20
+"""Steps before the first update, and updates."""
 POLL = 0.005
 LEVEL = 3
 """Of zstd."""
@@ -266,26 +268,21 @@ rounded to bfloat16, are saved to a run. A second process follows the run with `
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with shakespeare.txt")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for follow.json and .md")
-    parser.add_argument("--before", type=int, default=40, help="steps before the first update")
-    parser.add_argument("--updates", type=int, default=20, help="updates")
-    options = parser.parse_args()
+    arguments = options.parse(options.parser(__doc__, data="shakespeare.txt"))
+    before, updates = (2, 2) if arguments.quick else (BEFORE, UPDATES)
     torch.set_num_threads(1)
     tables, numbers = [], {}
     for what, rate in (("pretraining, learning rate near 1e-3", None), ("fine-tuning, learning rate 1e-6", 1e-6)):
         with tempfile.TemporaryDirectory() as folder:
-            found, share, size = measure(options.data, Path(folder), options.before, options.updates, rate)
+            found, share, size = measure(arguments.data, Path(folder), before, updates, rate)
         title = f"{what}: {share:.1%} of the bfloat16 weights change at a step, {size / 1e6:.2f} MB in all"
         tables.append(table(title, found, size))
         numbers[what] = {"changed": share, "bytes": size, "updates": [asdict(update) for update in found]}
         show(tables[-1], width=170)
     described = machine("torch", "zstandard")
-    options.out.mkdir(parents=True, exist_ok=True)
     results = {"machine": described, "results": numbers}
-    (options.out / "follow.json").write_text(json.dumps(results, indent=1) + "\n")
-    (options.out / "follow.md").write_text(page(tables, described, options.updates))
+    (arguments.out / "follow.json").write_text(json.dumps(results, indent=1) + "\n")
+    (arguments.out / "follow.md").write_text(page(tables, described, updates))
 
 
 if __name__ == "__main__":

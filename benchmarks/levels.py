@@ -9,14 +9,13 @@ of each counts. Every stream is decoded and compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import process_time
 
 import numpy as np
+import options
 from cores import on_cores
 from numpy.typing import NDArray
 from results import Table, machine, sentence, show
@@ -130,15 +129,11 @@ NOTES = """\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--levels", type=int, default=LEVELS, help="levels of a tensor")
-    parser.add_argument("--turns", type=int, default=TURNS, help="how often each case runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for JSON and page")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = on_cores({max(os.sched_getaffinity(0))}, measure, arguments.levels, arguments.turns)
+    arguments = options.parse(options.parser(__doc__, data=None))
+    levels, turns = (LEVELS // 100, 2) if arguments.quick else (LEVELS, TURNS)
+    rows = on_cores({max(os.sched_getaffinity(0))}, measure, levels, turns)
     columns = ["levels", "instructions", "bits", "encoded, M/s", "decoded, M/s", "encoding, of a copy", "decoding"]
-    shown = Table(f"{arguments.levels:,} levels, one core", columns, [row.cells for row in rows])
+    shown = Table(f"{levels:,} levels, one core", columns, [row.cells for row in rows])
     bars, described = verdicts(rows), machine("numpy")
     show(shown, *bars, width=120)
     numbers = {"machine": described, "bars": bars, "rows": [asdict(row) for row in rows]}

@@ -1,23 +1,21 @@
 """Compare lossless coding of consecutive checkpoints: dynaquant with and without a parent, and other lossless coders.
 
-    python benchmarks/lossless.py --snapshots gpt-*.pt [--snapshots resnet-*.pt] [--out docs/results/lossless.json]
+    python benchmarks/lossless.py --data DIR
 
-The files of each ``--snapshots`` are checkpoints of one training, made with ``torch.save`` from a dictionary that has
-``model`` and ``optimizer``. Each is conditioned on the previous one, tensor by tensor. All methods code the same
-tensors, and their streams are decoded and compared. Everything runs twice: in a process on one core, and in one on all
-cores.
+The GPT trains with AdamW. A checkpoint is conditioned on one that lies 1, 10 or 160 steps before it, tensor by tensor:
+weights and moments in float32, and the weights alone in bfloat16. All methods code the same tensors, and their streams
+are decoded and compared. Everything runs twice: in a process on one core, and in one on all cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -25,20 +23,23 @@ from typing import Any
 
 import blosc2
 import numpy as np
+import options
 import torch
 import zstandard
 from cores import on_cores
 from numpy.typing import NDArray
 from pcodec import ChunkConfig, standalone
-from results import Table, machine, sentence
-from rich.console import Console
+from results import Table, machine, sentence, show
 from rich.progress import track
+from workloads import WORKLOADS
 from zipnn import ZipNN
 
 from dynaquant.engine.coding import lossless
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method on a pair of checkpoints. A method that has taken ENOUGH seconds gets no further turn."""
+FIRST, APART = 240, (1, 10, 160)
+"""The step of the parent, and how many steps later its children are saved."""
 PEERS = ("numpy", "torch", "zipnn", "zstandard", "blosc2", "pcodec")
 
 Bytes = NDArray[np.uint8]
@@ -103,6 +104,17 @@ def float_tensors(snapshot: Path) -> dict[tuple[str, str], torch.Tensor]:
     distinct = {tensor.data_ptr(): key for key, tensor in named.items()}
     kept = set(distinct.values())
     return {k: t for k, t in named.items() if k in kept and t.is_floating_point() and t.numel() > 1}
+
+
+def trained(data: Path, folder: Path, first: int, apart: Sequence[int]) -> dict[int, Path]:
+    """Train the GPT, and save it with ``torch.save`` after ``first`` steps and so many steps later."""
+    files = {step: folder / f"{step}.pt" for step in (first, *(first + steps for steps in apart))}
+    work = WORKLOADS["gpt"](data, folder, 2 * max(files), 0)
+    for step in track(range(1, max(files) + 1), description="training the GPT"):
+        work.train_step()
+        if step in files:
+            torch.save({"model": work.model.state_dict(), "optimizer": work.optimizer.state_dict()}, files[step])
+    return files
 
 
 def load_pairs(snapshots: list[Path], dtype: torch.dtype | None) -> list[list[Tensor]]:
@@ -256,7 +268,7 @@ def take_turn(method: Method, tensors: list[Tensor], row: Row, best: list[float]
 def measure(snapshots: list[Path], dtype: torch.dtype | None) -> list[Row]:
     coders = methods(len(os.sched_getaffinity(0)))
     rows = [Row(method.name, {}, {}) for method in coders]
-    for tensors in track(load_pairs(snapshots, dtype), "pairs of checkpoints", console=Console(stderr=True)):
+    for tensors in track(load_pairs(snapshots, dtype), "pairs of checkpoints"):
         best = [[float("inf"), float("inf")] for _ in coders]
         spent = [0.0] * len(coders)
         for turn in range(REPEATS):
@@ -295,39 +307,34 @@ NOTES = """\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--snapshots", type=Path, nargs="+", action="append", required=True, help="consecutive checkpoints, in order"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/results/lossless.json"), help="JSON; a .md goes beside it"
-    )
-    arguments = parser.parse_args()
+    arguments = options.parse(options.parser(__doc__, data="shakespeare.txt"))
+    first, apart = (2, APART[:1]) if arguments.quick else (FIRST, APART)
 
     cores = os.sched_getaffinity(0)
     tables, measured = [], {}
-    console = Console()
-    console.width = max(console.width, 150)
-    for snapshots in arguments.snapshots:
-        for dtype in (None, torch.bfloat16):
+    with TemporaryDirectory(dir=arguments.cache) as folder:
+        files = trained(arguments.data, Path(folder), first, apart)
+        for steps, dtype in product(apart, (None, torch.bfloat16)):
+            pair = [files[first], files[first + steps]]
             values = "bfloat16 weights" if dtype else "weights and optimizer"
-            title = f"{snapshots[0].stem} to {snapshots[-1].stem}, {len(snapshots)} checkpoints, {values}"
-            one, every = (on_cores(some, measure, snapshots, dtype) for some in ({min(cores)}, cores))
+            title = f"{values}, {steps} step{'s'[: steps > 1]} after the parent"
+            one, every = (on_cores(some, measure, pair, dtype) for some in ({min(cores)}, cores))
             tables.append(table(title, one, every, len(cores)))
             measured[title] = {"1 core": [asdict(r) for r in one], "all cores": [asdict(r) for r in every]}
-            console.print(tables[-1].on_screen())
+            show(tables[-1], width=150)
 
     described = machine(*PEERS, *(["moonclip"] if find_spec("moonclip") else []))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"machine": described, "results": measured}, indent=1) + "\n")
+    (arguments.out / "lossless.json").write_text(
+        json.dumps({"machine": described, "results": measured}, indent=1) + "\n"
+    )
     page = [
-        "# Exact values\n\n```\nmake benchmark-setup\n"
-        ".venv/bin/python benchmarks/lossless.py --snapshots gpt-*.pt --snapshots resnet-*.pt\n```\n",
-        sentence(described) + "\n",
+        "# Exact values\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/lossless.py --data DIR\n```\n",
+        f"`DIR` holds `shakespeare.txt`. {sentence(described)}\n",
+        f"A GPT of 3.2 M weights trains with AdamW. The parent is its checkpoint after {first} steps.\n",
         *(shown.in_markdown() + "\n" for shown in tables),
         "## How to read it\n\n" + NOTES,
     ]
-    arguments.out.with_suffix(".md").write_text("\n".join(page))
+    (arguments.out / "lossless.md").write_text("\n".join(page))
 
 
 if __name__ == "__main__":

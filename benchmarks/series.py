@@ -8,7 +8,6 @@ Trains the GPT with AdamW, saving model and optimizer as PyTorch does, then call
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import options
 import torch
 import workloads
 from results import Table, machine, sentence
@@ -25,6 +25,9 @@ from rich.progress import track
 import dynaquant as dq
 from dynaquant.interop.packing import KEYFRAME_EVERY, Packer, pack
 from dynaquant.store.run import Run
+
+CHECKPOINTS, EVERY = 100, 2
+"""Checkpoints of the series, and training steps between two of them."""
 
 
 @dataclass(frozen=True)
@@ -143,25 +146,16 @@ that the checkpoints are good enough.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with shakespeare.txt")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for series.json, .md and .png")
-    parser.add_argument("--count", type=int, default=100, help="checkpoints")
-    parser.add_argument("--cache", type=Path, help="folder that keeps the torch.save files (4 GB) for later runs")
-    parser.add_argument("--every", type=int, default=2, help="training steps between two checkpoints")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if options.cache is not None:
-            options.cache.mkdir(parents=True, exist_ok=True)
-        files = train(options.cache or Path(folder), options.data, options.count, options.every)
+    arguments = options.parse(options.parser(__doc__, data="shakespeare.txt"))
+    with tempfile.TemporaryDirectory(dir=arguments.cache) as folder:  # torch.save takes 4 GB
+        files = train(Path(folder), arguments.data, 4 if arguments.quick else CHECKPOINTS, EVERY)
         packing, opened = measure(Path(folder), files)
     shown, described = table(packing, opened), machine("torch")
     Console().print(shown.on_screen())
-    options.out.mkdir(parents=True, exist_ok=True)
     numbers = {"machine": described, "packing_seconds": packing, "opened": [asdict(found) for found in opened]}
-    (options.out / "series.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    (options.out / "series.md").write_text(page(shown, described))
-    draw(opened, options.out / "series.png")
+    (arguments.out / "series.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    (arguments.out / "series.md").write_text(page(shown, described))
+    draw(opened, arguments.out / "series.png")
 
 
 if __name__ == "__main__":

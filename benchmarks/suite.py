@@ -37,7 +37,7 @@ class Report:
 
 
 REPORTS = [
-    Report("failure_recovery.py", "ten restores by every method", (65, 2)),
+    Report("failure_recovery.py", "ten restores by every method", (100, 2)),
     Report("kernel_speed.py", "quantiles and clustering against libraries", (8, 1), needs_data=False),
     Report("coding_speed.py", "coding of levels against libraries", (5, 1), needs_data=False),
     Report("delta_ablation.py", "what each stage of the delta coder saves", (4, 1)),
@@ -45,6 +45,21 @@ REPORTS = [
     Report("bounds.py", "a bound on every value's error, against ZFP and SZ3", (3, 1)),
     Report("promise.py", "where restored trainings of eight kinds end", (120, 1)),
     Report("optimizers.py", "one restore with every optimizer", (20, 1)),
+    Report("frameworks.py", "killed trainings under three frameworks", (20, 2)),
+    Report("sharded.py", "ranks that are killed, other numbers of ranks", (30, 2)),
+    Report("real_size.py", "a GPT of 33 million weights, killed three times", (60, 1)),
+    Report("chain.py", "how long saves block, how fast chains load", (8, 1), needs_data=False),
+    Report("throughput.py", "saves and restores against archives and managers", (25, 1), needs_data=False),
+    Report("lossless.py", "exact values against lossless coders", (15, 1)),
+    Report("save.py", "dq.save beside torch.save and safetensors", (3, 1), needs_data=False),
+    Report("series.py", "old checkpoints, packed", (12, 1)),
+    Report("follow.py", "weights sent to another process at every step", (6, 1)),
+    Report("minilm.py", "one pretrained model as one small file", (10, 2), needs_data=False),
+    Report("levels.py", "levels per second", (1, 1), needs_data=False),
+    Report("entropy.py", "the coder beside the entropy of levels", (3, 3), needs_data=False),
+    Report("candidate.py", "one candidate of a search", (2, 1), needs_data=False),
+    Report("distortion.py", "the estimate that stands in for a metric", (3, 3), needs_data=False),
+    Report("scale.py", "up to 1,024 simulated ranks", (10, 1), needs_data=False),
 ]
 
 

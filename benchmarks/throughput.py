@@ -2,14 +2,13 @@
 
     python benchmarks/throughput.py [--values 100000000 500000000] [--threads 2] [--scratch build/benchmarks]
 
-Every method has its own process. It saves two consecutive checkpoints and restores the second one; only the second is
-measured. The state is synthetic (``synthetic.py``), so it can have any size.
+Every method has its own process. It saves three consecutive checkpoints. The third save is measured, when the process
+has got its memory from the system, and a restore of the second checkpoint, which needs one parent if the method has
+parents. The state is synthetic (``synthetic.py``), so it can have any size.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -20,13 +19,14 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+import options
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from memory import memory_now, peak_memory, stored_in
 from peers.archives import PEERS, Peer
 from peers.managers import MANAGERS, Manager, Session, Wait
-from results import Table, machine, plain_ticks, sentence
+from results import Table, machine, plain_ticks, publish, sentence
 from rich.console import Console
 from rich.progress import track
 from synthetic import adam_state, advance, named_tensors
@@ -61,7 +61,7 @@ class Job:
 class Row:
     """Results of a method. Sizes and memory are in bytes, times in seconds.
 
-    raw, stored: of the second checkpoint. blocking, saving: until training goes on, and until it is on the disk.
+    raw, stored: of the third checkpoint. blocking, saving: until training goes on, and until it is on the disk.
     saving_memory, restoring_memory: peak memory of the process above that before the first save.
     exact: whether every tensor came back bit for bit.
     """
@@ -113,7 +113,7 @@ def archive(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, pe
 
 
 def measure(job: Job) -> Row:
-    """Save twice, restore once. Must run in its own process, whose memory is measured."""
+    """Save three times, restore once. Must run in its own process, whose memory is measured."""
     torch.set_num_threads(job.threads)
     generator = torch.Generator().manual_seed(SEED)
     model, optimizer = adam_state(job.values, generator)
@@ -127,18 +127,20 @@ def measure(job: Job) -> Row:
         else:
             session = archive(folder, model, optimizer, PEERS[job.method], job.threads)
         session.save(1)()
-        first = stored_in(folder)
         advance(optimizer, generator)
         hashes, raw = contents(model, optimizer)
+        session.save(2)()
+        advance(optimizer, generator)
+        before = stored_in(folder)
 
         memory_now()
         start = perf_counter()
-        wait = session.save(2)
+        wait = session.save(3)
         blocking = perf_counter() - start
         wait()
         saving = perf_counter() - start
         saving_memory = peak_memory() - resident
-        stored = stored_in(folder) - first
+        stored = stored_in(folder) - before
         session.close()
 
         erase(model, optimizer)
@@ -238,10 +240,10 @@ def _scatter(axes: Axes, rows: list[Row], speeds: list[float]) -> None:
 
 NOTES = """\
 - Every method stores the same state: weights and both moments of Adam in float32, in the shapes of a transformer. It is
-  synthetic, with spreads like those of a small GPT in training. Between the two checkpoints, weights moved by 0.1 to
-  1 % and first moments are new. The second checkpoint is measured. dynaquant conditions it on the first one and
-  restores it through both, and so does [moonclip](../../benchmarks/peers/managers.py). The others use only one
-  checkpoint.
+  synthetic, with spreads like those of a small GPT in training. Between two checkpoints, weights moved by 0.1 to 1 %
+  and first moments are new. The third save of a process is measured: the first two also get memory from the system,
+  which can take longer than the save itself. The second checkpoint is restored. dynaquant conditions it on the first
+  one and decodes both, and so does [moonclip](../../benchmarks/peers/managers.py). The others use only one checkpoint.
 - *ratio*: raw bytes over stored bytes of this state. In a real training, dynaquant's lossy ratios are far lower
   ([measured](failure_recovery.md)). *exact*: every tensor came back bit for bit. dynaquant had no metric, so its times
   contain no evaluations.
@@ -274,19 +276,15 @@ def page(tables: list[Table], missing: list[str], picture: str, command: str, de
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__, data=None)
     parser.add_argument("--values", type=int, nargs="+", default=list(SIZES), help="weights and moments together")
-    parser.add_argument("--threads", type=int, default=2, help="cores and threads of every method")
-    parser.add_argument("--scratch", type=Path, default=Path("build/benchmarks"), help="folder of the checkpoints")
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/results/throughput.json"), help="JSON; a .md and a .png go beside it"
-    )
-    arguments = parser.parse_args()
+    parser.add_argument("--threads", type=int, default=1, help="cores and threads of every method")
+    arguments = options.parse(parser)
+    if arguments.quick:
+        arguments.values = [1_000_000]
 
     # Child processes inherit the cores, and libraries size their thread pools by them.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-    for folder in (arguments.scratch, arguments.out.parent):
-        folder.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.width = max(console.width, 130)
     others: dict[str, Peer | Manager] = {**MANAGERS, **PEERS}
@@ -296,7 +294,7 @@ def main() -> None:
     for line in missing:
         console.print(line)
     methods = [*DYNAQUANT, *(name for name, peer in others.items() if peer.installed)]
-    jobs = [Job(name, size, arguments.threads, arguments.scratch) for size in arguments.values for name in methods]
+    jobs = [Job(name, size, arguments.threads, arguments.cache) for size in arguments.values for name in methods]
     rows = []
     for job in track(jobs, description="measuring", console=console):
         try:
@@ -310,12 +308,10 @@ def main() -> None:
 
     described = machine("numpy", *sorted({peer.package for peer in others.values() if peer.installed}))
     results = {"machine": described, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    picture = arguments.out.with_suffix(".png")
-    plot(rows, picture)
     sizes = " ".join(map(str, arguments.values))
     command = f".venv/bin/python benchmarks/throughput.py --values {sizes} --threads {arguments.threads}"
-    arguments.out.with_suffix(".md").write_text(page(tables, missing, picture.name, command, described))
+    text = page(tables, missing, "throughput.png", command, described)
+    publish(arguments.out, "throughput", results, lambda file: plot(rows, file), text)
 
 
 if __name__ == "__main__":
