@@ -70,7 +70,7 @@ def test_the_entropy_of_a_run_is_that_of_all_its_checkpoints(tmp_path):
         assert len(kinds) == 3  # weights and both moments, all of them small
         assert sum(row.coded for row in kinds) == rows[checkpoints, "all"].coded
         assert all(0 < row.entropy < row.coded for row in kinds)
-    assert "| deltas | all |" in entropy.page(list(rows.values()), [tmp_path])
+    assert "| deltas | all |" in entropy.page(list(rows.values()))
 
 
 def bounds_data():
