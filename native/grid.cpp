@@ -133,26 +133,15 @@ DYNAQUANT_AVX2 void store_past_caches(const float* values, std::size_t count, fl
 template <bool Stochastic>
 [[gnu::always_inline]] inline Errors errors_of_block(std::span<const float> values, float inverse, float step,
                                                      std::uint32_t seed, std::size_t first) {
-    constexpr std::size_t lanes = 16;
-    static_assert(piece_size % lanes == 0);
-    std::array<double, lanes> squares{}, errors{};
+    static_assert(piece_size % ErrorSums::lanes == 0);
+    ErrorSums sums;
     std::array<float, piece_size> piece;
     for (std::size_t done = 0; done < values.size(); done += piece_size) {
         const auto some = values.subspan(done, std::min(piece_size, values.size() - done));
         round_values<Stochastic>(some, inverse, step, seed, first + done, piece.data());
-        const auto add = [&](std::size_t i, std::size_t lane) {
-            const double wanted = some[i], error = piece[i] - some[i];
-            squares[lane] += wanted * wanted;
-            errors[lane] += error * error;
-        };
-        const std::size_t whole = some.size() / lanes * lanes;
-        for (std::size_t i = 0; i < whole; i += lanes)
-            for (std::size_t lane = 0; lane < lanes; ++lane) add(i + lane, lane);
-        for (std::size_t i = whole; i < some.size(); ++i) add(i, i - whole);
+        sums.add({piece.data(), some.size()}, some.data());
     }
-    Errors found;
-    for (std::size_t lane = 0; lane < lanes; ++lane) found.squares += squares[lane], found.errors += errors[lane];
-    return found;
+    return sums.total();
 }
 
 template <bool Stochastic>

@@ -72,19 +72,9 @@ template <typename Of>
 }
 
 [[gnu::always_inline]] inline Errors errors_of_block(std::span<const float> values, const float* exact) {
-    std::array<double, lanes> squares{}, errors{};
-    const auto add = [&](std::size_t i, std::size_t lane) {
-        const double wanted = exact[i], error = values[i] - exact[i];
-        squares[lane] += wanted * wanted;
-        errors[lane] += error * error;
-    };
-    const std::size_t whole = values.size() / lanes * lanes;
-    for (std::size_t i = 0; i < whole; i += lanes)
-        for (std::size_t lane = 0; lane < lanes; ++lane) add(i + lane, lane);
-    for (std::size_t i = whole; i < values.size(); ++i) add(i, i - whole);
-    Errors result;
-    for (std::size_t lane = 0; lane < lanes; ++lane) result.squares += squares[lane], result.errors += errors[lane];
-    return result;
+    ErrorSums sums;
+    sums.add(values, exact);
+    return sums.total();
 }
 
 Errors errors_plain(std::span<const float> values, const float* exact) { return errors_of_block(values, exact); }

@@ -1,7 +1,8 @@
-// Sums of many floats in double precision, and their extremes. The order of additions does not depend on the processor or the number of
-// threads, so that decisions based on a sum are the same everywhere.
+// Sums of many floats in double precision, and their extremes. The order of additions does not depend on the processor
+// or the number of threads, so that decisions based on a sum are the same everywhere.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <span>
 
@@ -18,6 +19,31 @@ Sums sums(std::span<const float> values);
 struct Errors {
     double squares = 0.0;
     double errors = 0.0;
+};
+
+// Adds up Errors in independent sums: enough for compilers to vectorise.
+struct ErrorSums {
+    static constexpr std::size_t lanes = 16;
+    std::array<double, lanes> squares{}, errors{};
+
+    // exact: as many as values. The first value of each call belongs to the first sum.
+    [[gnu::always_inline]] void add(std::span<const float> values, const float* exact) {
+        const auto add_one = [&](std::size_t i, std::size_t lane) {
+            const double wanted = exact[i], error = values[i] - exact[i];
+            squares[lane] += wanted * wanted;
+            errors[lane] += error * error;
+        };
+        const std::size_t whole = values.size() / lanes * lanes;
+        for (std::size_t i = 0; i < whole; i += lanes)
+            for (std::size_t lane = 0; lane < lanes; ++lane) add_one(i + lane, lane);
+        for (std::size_t i = whole; i < values.size(); ++i) add_one(i, i - whole);
+    }
+
+    [[gnu::always_inline]] Errors total() const {
+        Errors found;
+        for (std::size_t lane = 0; lane < lanes; ++lane) found.squares += squares[lane], found.errors += errors[lane];
+        return found;
+    }
 };
 
 // exact: as many as values.
