@@ -85,6 +85,18 @@ def test_a_training_on_an_emulated_device_is_saved_and_restored(quality, metric,
 
 
 @emulates
+def test_a_restore_sets_the_generator_of_the_emulated_device(tmp_path):
+    training = Training("emulated")
+    torch.emulated.set_rng_state(torch.Generator().manual_seed(7).get_state())
+    with dq.Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
+        training.step()
+        checkpointer.save(1).result()
+        torch.emulated.set_rng_state(torch.Generator().manual_seed(8).get_state())
+        checkpointer.restore(1)
+    assert torch.equal(torch.emulated.get_rng_state(), torch.Generator().manual_seed(7).get_state())
+
+
+@emulates
 def test_a_training_on_an_emulated_device_is_compressed_as_on_the_host(tmp_path):
     records = {}
     for device in ("cpu", "emulated"):

@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+ACCELERATORS = "accelerators"
+"""The key of the generators of accelerators other than CUDA: a list for each type of device. Absent if there are
+none."""
 
 
 def get_state() -> dict[str, Any]:
-    """Return the states of the global generators, including those of all CUDA devices.
+    """Return the states of the global generators, including those of all accelerators of this machine.
 
     Python's 625 words become an array, since an array that does not change takes no space in the next checkpoint.
     """
@@ -21,7 +26,18 @@ def get_state() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        **({ACCELERATORS: others} if (others := _of_accelerators()) else {}),
     }
+
+
+def _of_accelerators() -> dict[str, list[Tensor]]:
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if accelerator is None or accelerator.type == "cuda":
+        return {}
+    module: Any = torch.get_device_module(accelerator.type)
+    if not hasattr(module, "get_rng_state"):  # a device of its own kind that draws no random numbers
+        return {}
+    return {accelerator.type: [module.get_rng_state(i) for i in range(module.device_count())]}
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -31,7 +47,8 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 def _plain(state: dict[str, Any]) -> Any:
     (version, words, gauss), (name, keys, *rest) = state["python"], state["numpy"]
-    tensors = [state["torch"], *state["cuda"]]
+    of_devices = {"cuda": state["cuda"], **state.get(ACCELERATORS, {})}
+    tensors = [state["torch"], *(each for kind in sorted(of_devices) for each in of_devices[kind])]
     return version, words.tobytes(), gauss, name, keys.tobytes(), rest, [t.numpy().tobytes() for t in tensors]
 
 
@@ -45,10 +62,14 @@ def check(state: dict[str, Any]) -> None:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Set the global generators to a state. Ignores states of CUDA devices that do not exist here."""
+    """Set the global generators to a state. Ignores states of devices that do not exist here."""
     version, words, gauss = state["python"]  # checkpoints of early versions hold the words as a tuple
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda_state, device)
+    stored = state.get(ACCELERATORS, {})
+    for kind, present in _of_accelerators().items():
+        for device, device_state in enumerate(stored.get(kind, [])[: len(present)]):
+            torch.get_device_module(kind).set_rng_state(device_state, device)

@@ -53,6 +53,7 @@ def crossings() -> Crossings:
 
 
 def _module() -> types.ModuleType:
+    generator = torch.Generator()
     module = types.ModuleType("torch.emulated")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
@@ -61,6 +62,8 @@ def _module() -> types.ModuleType:
     module.current_stream = torch.accelerator.current_stream
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda _seed: None
+    module.get_rng_state = lambda _device=0: generator.get_state()
+    module.set_rng_state = lambda state, _device=0: generator.set_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module
 

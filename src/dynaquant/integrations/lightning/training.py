@@ -187,6 +187,7 @@ class Training(Callback):  # type: ignore[misc]
             "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
             "torch": state["torch"],
             "cuda": state["cuda"],
+            **({rng.ACCELERATORS: state[rng.ACCELERATORS]} if rng.ACCELERATORS in state else {}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
