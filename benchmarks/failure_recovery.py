@@ -112,6 +112,9 @@ def page(found: list[Workload], described: dict[str, str | int]) -> str:
         for w in found
         for by in [{one.method: one for one in w.methods}]
     ]
+    lengths = ",\n".join(
+        f"{w.settings.steps} steps of the {w.settings.workload} with a checkpoint every {w.settings.every}" for w in found
+    )
     return f"""\
 # Failure recovery
 
@@ -122,8 +125,9 @@ make benchmark-setup
 
 `DIR` holds `shakespeare.txt` and `cifar10.zip`. {sentence(described)}
 
-Every training has {settings.steps} steps, on one core. A crash comes {settings.lost} steps after a checkpoint. Every
-method resumes from its own checkpoints.
+Every training has one core:
+{lengths}.
+A crash comes {settings.lost} steps after a checkpoint. Every method resumes from its own checkpoints.
 
 ![ratio against what was lost at the end](failure_recovery.png)
 
@@ -143,23 +147,19 @@ method resumes from its own checkpoints.
 
 {chr(10).join(comparison(one) + chr(10) for one in found)}
 The paper has, for ε = 0.05 and models of 60 to 350 million weights: {"; ".join(f"{k} {v}" for k, v in PAPER.items())}.
-Here, the published method's weights are {" and ".join(f"{ratio:.1f}" for ratio in smaller)} times smaller than those
-of the better of Check-N-Run+ and QD-Compressor+. The models are small and far from convergence, ε is
-{settings.max_degradation:g}, and checkpoints lie close together. The overhead here is that of a checkpoint every few
-seconds.
+Here, the published method's ratio is {" and ".join(f"{ratio:.1f}" for ratio in smaller)} times that of the better of
+Check-N-Run+ and QD-Compressor+. The models are small and far from convergence, ε is {settings.max_degradation:g}, and
+checkpoints lie close together. The overhead here is that of a checkpoint every few seconds.
 
 Every checkpoint is within ε, and yet a training can end much worse: ten restores add up, and metrics do not see
 moments.
 
 - ExCP's β, from its paper, sets most second moments to zero, so Adam's steps after a restore are much too large.
-  (Measured while writing this, with the paper's constants for the GPT at step 800: a ninth of the moments is left, the
-  next step is 4.5 times as long as with exact moments, and the loss is 4 % higher after five steps.)
 - Rounding to the nearest value takes weights back to where the last restore had put them. Both of dynaquant's methods
   must keep the displacement since the restore
   ([why](../decisions.md#what-must-a-checkpoint-keep-after-a-restore)). The peers, as published, need not.
 
-Here, ExCP may also store its weights in 2 bits, which its paper does not. (Measured while writing this: with the 4
-bits of the paper the ResNet's checkpoints are 31.6 times smaller, and the training ends as well as with 2.)
+Here, ExCP may also store its weights in 2 bits, which its paper does not.
 """
 
 

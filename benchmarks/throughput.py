@@ -35,7 +35,7 @@ from torch import nn
 import dynaquant as dq
 from dynaquant.engine.tensors.hashing import tensor_hash
 
-SIZES = (100_000_000, 500_000_000)
+SIZES = (100_000_000, 300_000_000)
 DYNAQUANT: dict[str, dict[str, Any]] = {
     "dynaquant lossless": {"quality": "lossless"},
     "dynaquant high": {"quality": "high"},
