@@ -25,7 +25,7 @@ from dynaquant.store.files import open_file
 NAME = "catalogue.jsonl"
 _LARGEST = 1 << 28
 """A larger catalogue is not read: 3,000 checkpoints take a few megabytes."""
-LEAST = 4
+LEAST = 32
 """A run of fewer checkpoints gets no catalogue."""
 _STALE_LINES = 100
 """A writer makes the catalogue anew once it has so many lines more than twice the checkpoints."""
