@@ -106,15 +106,14 @@ def comparison(workload: Workload) -> str:
 
 
 def page(found: list[Workload], described: dict[str, str | int]) -> str:
-    settings = found[0].settings
+    every = [workload.settings for workload in found]
+    settings = every[0]
     smaller = [
         by[PUBLISHED].weights / max(one.weights for one in w.methods[:2] if one.weights)  # type: ignore[operator]
         for w in found
         for by in [{one.method: one for one in w.methods}]
     ]
-    lengths = ",\n".join(
-        f"{w.settings.steps} steps of the {w.settings.workload} with a checkpoint every {w.settings.every}" for w in found
-    )
+    lengths = ",\n".join(f"{s.steps} steps of the {s.workload} with a checkpoint every {s.every}" for s in every)
     return f"""\
 # Failure recovery
 
