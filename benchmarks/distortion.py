@@ -3,7 +3,7 @@
     python benchmarks/distortion.py
 
 Trains the demo's two models, quantizes them at several steps with configurations from coarse to fine, and scores each.
-Needs no data. Takes two minutes.
+Needs no data.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from workloads import Uninterrupted
 
 INTERVAL = 1800
 """Seconds between checkpoints in practice."""
+NAMES = {"resnet": "ResNet", "gpt": "GPT"}
 PAPER = {
     "Check-N-Run+": "5.7× to 7.8×",
     "QD-Compressor+": "11.8× to 22.2×, and one failure",
@@ -43,7 +44,7 @@ def table(found: list[Workload]) -> Table:
     rows = []
     for workload in found:
         settings = workload.settings
-        name = f"{settings.workload}, ε = {settings.max_degradation:g}, {settings.restores} restores"
+        name = f"{NAMES[settings.workload]}, ε = {settings.max_degradation:g}, {settings.restores} restores"
         for one in workload.methods:
             rows.append(
                 [
@@ -96,7 +97,7 @@ def comparison(workload: Workload) -> str:
     weights = max(apart, key=lambda one: one.weights or 0)
     lost = [one.method for one in workload.methods if one.worse_than(workload.alone) > spread(workload.alone)]
     return (
-        f"**{workload.settings.workload}.** Weights: the published method makes them {times(published.weights)} "
+        f"**{NAMES[workload.settings.workload]}.** Weights: the published method makes them {times(published.weights)} "
         f"smaller, {weights.method}, the best peer that stores weights separately, {times(weights.weights)}, and "
         f"dynaquant's default {times(ours.weights)}. Whole states: the best peer, {largest.method}, makes them "
         f"{times(largest.state)} smaller, dynaquant's default {times(ours.state)}. At the end, "
@@ -113,7 +114,7 @@ def page(found: list[Workload], described: dict[str, str | int]) -> str:
         for w in found
         for by in [{one.method: one for one in w.methods}]
     ]
-    lengths = ",\n".join(f"{s.steps} steps of the {s.workload} with a checkpoint every {s.every}" for s in every)
+    lengths = "\nand ".join(f"the {NAMES[s.workload]} {s.steps} steps with a checkpoint every {s.every}" for s in every)
     return f"""\
 # Failure recovery
 
@@ -124,8 +125,7 @@ make benchmark-setup
 
 `DIR` holds `shakespeare.txt` and `cifar10.zip`. {sentence(described)}
 
-Every training has one core:
-{lengths}.
+Every training runs on one core: {lengths}.
 A crash comes {settings.lost} steps after a checkpoint. Every method resumes from its own checkpoints.
 
 ![ratio against what was lost at the end](failure_recovery.png)
@@ -153,10 +153,12 @@ checkpoints lie close together. The overhead here is that of a checkpoint every 
 Every checkpoint is within ε, and yet a training can end much worse: ten restores add up, and metrics do not see
 moments.
 
-- ExCP's β, from its paper, sets most second moments to zero, so Adam's steps after a restore are much too large.
+- ExCP's β, from its paper, sets most second moments to zero. After a restore of the GPT, Adam's steps are much too
+  large. The ResNet has momentum only.
 - Rounding to the nearest value takes weights back to where the last restore had put them. Both of dynaquant's methods
   must keep the displacement since the restore
-  ([why](../decisions.md#what-must-a-checkpoint-keep-after-a-restore)). The peers, as published, need not.
+  ([why](../decisions.md#what-must-a-checkpoint-keep-after-a-restore)). The peers, as published, need not. dynaquant's
+  default also bounds what a checkpoint may change in each tensor, which the published method does not.
 
 Here, ExCP may also store its weights in 2 bits, which its paper does not.
 """

@@ -1,6 +1,6 @@
 """Measure the coder of levels: levels per second on one core, beside a copy of as many bytes in the same run.
 
-    python benchmarks/levels.py [--levels 4000000] [--turns 9] [--out docs/results]
+    python benchmarks/levels.py
 
 Weights are normal; a grid step decides how many levels they have. A parent holds the same weights before they moved, so
 little that the given share of levels changes. All cases and all sets of instructions take turns, and the shortest time

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -117,15 +117,15 @@ def trained(data: Path, folder: Path, first: int, apart: Sequence[int]) -> dict[
     return files
 
 
-def load_pairs(snapshots: list[Path], dtype: torch.dtype | None) -> list[list[Tensor]]:
-    """Return the tensors of every checkpoint but the first. dtype: if given, only weights, rounded to it."""
-    loaded = [float_tensors(snapshot) for snapshot in snapshots]
+def load_pair(parent: Path, child: Path, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the tensors of a checkpoint that its parent has, too. dtype: if given, only weights, rounded to it."""
+    before, after = float_tensors(parent), float_tensors(child)
     if dtype is not None:
-        loaded = [{k: t.to(dtype) for k, t in tensors.items() if k[0] == "weights and buffers"} for tensors in loaded]
-    return [
-        [Tensor(key[0], t.dtype, bytes_of(t), bytes_of(before[key])) for key, t in after.items() if key in before]
-        for before, after in pairwise(loaded)
-    ]
+        before, after = (
+            {key: tensor.to(dtype) for key, tensor in tensors.items() if key[0] == "weights and buffers"}
+            for tensors in (before, after)
+        )
+    return [Tensor(key[0], t.dtype, bytes_of(t), bytes_of(before[key])) for key, t in after.items() if key in before]
 
 
 def each(name: str, encode: Callable[[Tensor], Any], decode: Callable[[Any, Tensor], Any]) -> Method:
@@ -265,19 +265,19 @@ def take_turn(method: Method, tensors: list[Tensor], row: Row, best: list[float]
     return decoded - start
 
 
-def measure(snapshots: list[Path], dtype: torch.dtype | None) -> list[Row]:
+def measure(parent: Path, child: Path, dtype: torch.dtype | None) -> list[Row]:
+    """Return the results of all coders on the tensors of a checkpoint, on the cores of this process."""
+    tensors = load_pair(parent, child, dtype)
     coders = methods(len(os.sched_getaffinity(0)))
     rows = [Row(method.name, {}, {}) for method in coders]
-    for tensors in track(load_pairs(snapshots, dtype), "pairs of checkpoints"):
-        best = [[float("inf"), float("inf")] for _ in coders]
-        spent = [0.0] * len(coders)
-        for turn in range(REPEATS):
-            for i, method in enumerate(coders):
-                if spent[i] < ENOUGH:
-                    spent[i] += take_turn(method, tensors, rows[i], best[i], first=turn == 0)
-        for row, (encoding, decoding) in zip(rows, best, strict=True):
-            row.encoding += encoding
-            row.decoding += decoding
+    best = [[float("inf"), float("inf")] for _ in coders]
+    spent = [0.0] * len(coders)
+    for turn in track(range(REPEATS), "turns of all coders"):
+        for i, method in enumerate(coders):
+            if spent[i] < ENOUGH:
+                spent[i] += take_turn(method, tensors, rows[i], best[i], first=turn == 0)
+    for row, (encoding, decoding) in zip(rows, best, strict=True):
+        row.encoding, row.decoding = encoding, decoding
     return rows
 
 
@@ -315,10 +315,11 @@ def main() -> None:
     with TemporaryDirectory(dir=arguments.cache) as folder:
         files = trained(arguments.data, Path(folder), first, apart)
         for steps, dtype in product(apart, (None, torch.bfloat16)):
-            pair = [files[first], files[first + steps]]
             values = "bfloat16 weights" if dtype else "weights and optimizer"
             title = f"{values}, {steps} step{'s'[: steps > 1]} after the parent"
-            one, every = (on_cores(some, measure, pair, dtype) for some in ({min(cores)}, cores))
+            one, every = (
+                on_cores(some, measure, files[first], files[first + steps], dtype) for some in ({min(cores)}, cores)
+            )
             tables.append(table(title, one, every, len(cores)))
             measured[title] = {"1 core": [asdict(r) for r in one], "all cores": [asdict(r) for r in every]}
             show(tables[-1], width=150)
@@ -328,7 +329,7 @@ def main() -> None:
         json.dumps({"machine": described, "results": measured}, indent=1) + "\n"
     )
     page = [
-        "# Exact values\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/lossless.py --data DIR\n```\n",
+        "# Lossless\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/lossless.py --data DIR\n```\n",
         f"`DIR` holds `shakespeare.txt`. {sentence(described)}\n",
         f"A GPT of 3.2 M weights trains with AdamW. The parent is its checkpoint after {first} steps.\n",
         *(shown.in_markdown() + "\n" for shown in tables),

@@ -1,4 +1,4 @@
-"""The command line that all reports of the suite share: folders of data, cache and results, and a quick mode."""
+"""The command line that reports of the suite share: folders of data, cache and results, and a quick mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def parser(description: str | None, data: str | None) -> argparse.ArgumentParser
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data is not None:
         made.add_argument("--data", type=Path, required=True, help=f"folder that holds {data}")
-    made.add_argument("--cache", type=Path, help=f"folder that keeps trained models for later runs; by default {CACHE}")
+    made.add_argument(
+        "--cache",
+        type=Path,
+        help=f"folder of long trainings and of temporary files; by default {CACHE}",
+    )
     made.add_argument("--out", type=Path, help=f"folder for JSON, picture and page; by default {RESULTS}")
     made.add_argument(
         "--quick", action="store_true", help=f"tiny sizes, only to see that it works; results go to {QUICK}"

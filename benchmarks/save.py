@@ -1,9 +1,9 @@
 """Compare saving a whole Adam state to one file: ``torch.save``, safetensors, and ``dq.save`` with each quality.
 
-    python benchmarks/save.py [--values 70000000] [--rounds 7] [--threads 2] [--out docs/results/save.json]
+    python benchmarks/save.py [--threads 2]
 
 The methods take turns. The state is synthetic (``synthetic.py``): weights and both moments of Adam in float32, in the
-shapes of a transformer, 280 MB by default.
+shapes of a transformer, 280 MB.
 """
 
 from __future__ import annotations

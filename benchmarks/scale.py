@@ -1,6 +1,6 @@
 """Measure what grows with the number of ranks: bytes that are gathered, seconds of planning, sizes of headers, files.
 
-    python benchmarks/scale.py [--ranks 1 8 64 256 1024] [--models 7B 70B] [--out docs/results]
+    python benchmarks/scale.py
 
 The ranks are a simulation in one process. The tensors have real names and shapes, and no values. PyTorch's fake process
 group makes one rank's DTensors; what the other ranks hold is computed by ``held_by``, which ``check`` compares with

@@ -1,10 +1,10 @@
-"""Run all comparisons with peers, one after another. Tables go to the screen, JSON, pictures and pages to docs/results.
+"""Make all pages of docs/results, one after another. Tables go to the screen, JSON, pictures and pages to docs/results.
 
     make bench DATA=DIR            # DIR holds shakespeare.txt and cifar10.zip
-    make bench DATA=DIR QUICK=1    # a few steps of everything, only to see that it works
+    make bench DATA=DIR QUICK=1    # a few steps of nearly everything, only to see that it works
 
-What a report has trained or measured is kept in build/benchmarks, so a suite that was stopped continues there. Quick
-results go to build/bench-quick.
+Long trainings are kept in build/benchmarks, so a suite that was stopped continues there. Quick results go to
+build/bench-quick; a quick run leaves out two reports of which tests run a few steps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def spoken(minutes: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt and cifar10.zip")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything, only to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few steps of most reports, only to see that they work"
+    )
     arguments = parser.parse_args()
     quick = arguments.quick
     cache, out = (QUICK, QUICK) if quick else (CACHE, RESULTS)
@@ -97,7 +99,7 @@ def main() -> None:
     expected = sum(report.minutes[quick] for report in reports) * factor
     console.print(
         f"{len(reports)} reports, about {spoken(expected)} here (training takes {factor:.1f} times as long as on the "
-        f"machine of the estimates). What {cache} already has takes no time. Results go to {out}"
+        f"machine of the estimates). Trainings that {cache} already has take no time. Results go to {out}"
     )
     failed = []
     began = perf_counter()

@@ -1,8 +1,8 @@
 """Compare saving and restoring of a whole Adam state: dynaquant with each preset, and other formats.
 
-    python benchmarks/throughput.py [--values 100000000 500000000] [--threads 2] [--scratch build/benchmarks]
+    python benchmarks/throughput.py [--values 100000000 300000000] [--threads 1]
 
-Every method has its own process. It saves three consecutive checkpoints. The third save is measured, when the process
+Every method has its own process. It saves three consecutive checkpoints. The third save is measured, after the process
 has got its memory from the system, and a restore of the second checkpoint, which needs one parent if the method has
 parents. The state is synthetic (``synthetic.py``), so it can have any size.
 """
@@ -241,9 +241,9 @@ def _scatter(axes: Axes, rows: list[Row], speeds: list[float]) -> None:
 NOTES = """\
 - Every method stores the same state: weights and both moments of Adam in float32, in the shapes of a transformer. It is
   synthetic, with spreads like those of a small GPT in training. Between two checkpoints, weights moved by 0.1 to 1 %
-  and first moments are new. The third save of a process is measured: the first two also get memory from the system,
-  which can take longer than the save itself. The second checkpoint is restored. dynaquant conditions it on the first
-  one and decodes both, and so does [moonclip](../../benchmarks/peers/managers.py). The others use only one checkpoint.
+  and first moments are new. The third save of a process is measured: the first two also wait for memory from the
+  system, which can take longer than the save itself. The second checkpoint is restored. dynaquant conditions it on the
+  first one and decodes both, and so does [moonclip](../../benchmarks/peers/managers.py). The others use only one.
 - *ratio*: raw bytes over stored bytes of this state. In a real training, dynaquant's lossy ratios are far lower
   ([measured](failure_recovery.md)). *exact*: every tensor came back bit for bit. dynaquant had no metric, so its times
   contain no evaluations.
@@ -277,11 +277,10 @@ def page(tables: list[Table], missing: list[str], picture: str, command: str, de
 
 def main() -> None:
     parser = options.parser(__doc__, data=None)
-    parser.add_argument("--values", type=int, nargs="+", default=list(SIZES), help="weights and moments together")
+    parser.add_argument("--values", type=int, nargs="+", help="weights and moments together")
     parser.add_argument("--threads", type=int, default=1, help="cores and threads of every method")
     arguments = options.parse(parser)
-    if arguments.quick:
-        arguments.values = [1_000_000]
+    arguments.values = arguments.values or ([1_000_000] if arguments.quick else list(SIZES))
 
     # Child processes inherit the cores, and libraries size their thread pools by them.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])

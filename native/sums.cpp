@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t block_size = std::size_t{1} << 16;
 constexpr std::size_t tile_rows = 1024, tile_columns = 2048;
-constexpr std::size_t lanes = 16;  // independent sums: enough for compilers to vectorise
+constexpr std::size_t lanes = ErrorSums::lanes;  // independent sums
 
 struct Tile {
     const float* first;

@@ -21,7 +21,7 @@ struct Errors {
     double errors = 0.0;
 };
 
-// Adds up Errors in independent sums: enough for compilers to vectorise.
+// Adds up Errors in 16 independent sums: enough for compilers to vectorise.
 struct ErrorSums {
     static constexpr std::size_t lanes = 16;
     std::array<double, lanes> squares{}, errors{};

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.training import rng
 
 HERE = Path(__file__).parent
 WIDTH = 512
@@ -94,6 +95,23 @@ def test_a_restore_sets_the_generator_of_the_emulated_device(tmp_path):
         torch.emulated.set_rng_state(torch.Generator().manual_seed(8).get_state())
         checkpointer.restore(1)
     assert torch.equal(torch.emulated.get_rng_state(), torch.Generator().manual_seed(7).get_state())
+
+
+@emulates
+def test_states_of_generators_of_other_devices_than_the_emulated_one_are_ignored():
+    before = rng.get_state()
+    own = before[rng.ACCELERATORS]["emulated"]
+    torch.emulated.set_rng_state(torch.Generator().manual_seed(9).get_state())
+    changed = rng.get_state()
+    assert not rng.same(before, changed)
+    for others in ({}, {rng.ACCELERATORS: {"other": own}}):
+        rng.set_state({key: value for key, value in before.items() if key != rng.ACCELERATORS} | others)
+        assert rng.same(rng.get_state(), changed)
+    rng.set_state(before | {rng.ACCELERATORS: {"emulated": [*own, torch.zeros(3)]}})  # a machine with two of them
+    assert rng.same(rng.get_state(), before)
+    with pytest.raises((TypeError, RuntimeError)):
+        rng.check(before | {rng.ACCELERATORS: {"emulated": [torch.zeros(3, dtype=torch.uint8)]}})
+    assert rng.same(rng.get_state(), before)
 
 
 @emulates

@@ -30,14 +30,21 @@ def get_state() -> dict[str, Any]:
     }
 
 
+def _accelerator() -> tuple[str, Any, int] | None:
+    """Return type, module and number of this machine's accelerators; None if they are CUDA's or have no generators."""
+    found = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    module: Any = None if found is None or found.type == "cuda" else getattr(torch, found.type, None)
+    if found is None or not all(hasattr(module, name) for name in ("device_count", "get_rng_state", "set_rng_state")):
+        return None
+    count = module.device_count()  # 0 if PyTorch was built for an accelerator that is not here
+    return (found.type, module, count) if count else None
+
+
 def _of_accelerators() -> dict[str, list[Tensor]]:
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if accelerator is None or accelerator.type == "cuda":
+    if (found := _accelerator()) is None:
         return {}
-    module: Any = torch.get_device_module(accelerator.type)
-    if not hasattr(module, "get_rng_state"):  # a device of its own kind that draws no random numbers
-        return {}
-    return {accelerator.type: [module.get_rng_state(i) for i in range(module.device_count())]}
+    kind, module, count = found
+    return {kind: [module.get_rng_state(device) for device in range(count)]}
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -47,9 +54,9 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 def _plain(state: dict[str, Any]) -> Any:
     (version, words, gauss), (name, keys, *rest) = state["python"], state["numpy"]
-    of_devices = {"cuda": state["cuda"], **state.get(ACCELERATORS, {})}
-    tensors = [state["torch"], *(each for kind in sorted(of_devices) for each in of_devices[kind])]
-    return version, words.tobytes(), gauss, name, keys.tobytes(), rest, [t.numpy().tobytes() for t in tensors]
+    of_devices = {"cpu": [state["torch"]], "cuda": state["cuda"], **state.get(ACCELERATORS, {})}
+    tensors = {kind: [tensor.numpy().tobytes() for tensor in of_devices[kind]] for kind in sorted(of_devices)}
+    return version, words.tobytes(), gauss, name, keys.tobytes(), rest, tensors
 
 
 def check(state: dict[str, Any]) -> None:
@@ -69,7 +76,7 @@ def set_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda_state, device)
-    stored = state.get(ACCELERATORS, {})
-    for kind, present in _of_accelerators().items():
-        for device, device_state in enumerate(stored.get(kind, [])[: len(present)]):
-            torch.get_device_module(kind).set_rng_state(device_state, device)
+    if (found := _accelerator()) is not None:
+        kind, module, count = found
+        for device, device_state in enumerate(state.get(ACCELERATORS, {}).get(kind, [])[:count]):
+            module.set_rng_state(device_state, device)
