@@ -85,9 +85,7 @@ def spoken(minutes: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt and cifar10.zip")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few steps of most reports, only to see that they work"
-    )
+    parser.add_argument("--quick", action="store_true", help="a few steps of most reports, only to see that they work")
     arguments = parser.parse_args()
     quick = arguments.quick
     cache, out = (QUICK, QUICK) if quick else (CACHE, RESULTS)
