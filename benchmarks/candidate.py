@@ -9,7 +9,6 @@ thread, and other programs on the machine do not count. The limit is a copy of a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ import options
 import torch
 from cores import on_cores
 from memory import memory_now, peak_memory
-from results import Table, machine, sentence, show
+from results import Table, machine, publish, sentence, show
 from synthetic import transformer
 from torch import Tensor, nn
 
@@ -149,7 +148,6 @@ def main() -> None:
     shown, bar, described = table(rows, values), verdict(rows, values), machine("numpy", "torch")
     show(shown, bar, width=100)
     numbers = {"machine": described, "bar": bar, "rows": [asdict(row) for row in rows]}
-    (arguments.out / "candidate.json").write_text(json.dumps(numbers, indent=1) + "\n")
     parts = [
         "# One candidate",
         "```\n.venv/bin/python benchmarks/candidate.py\n```",
@@ -159,7 +157,7 @@ def main() -> None:
         "## How to read it",
         NOTES.rstrip(),
     ]
-    (arguments.out / "candidate.md").write_text("\n\n".join(parts) + "\n")
+    publish(arguments.out, "candidate", numbers, None, "\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

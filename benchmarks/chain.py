@@ -27,7 +27,7 @@ from typing import Any
 import options
 import torch
 from memory import memory_now, peak_memory
-from results import Table, machine, sentence, show
+from results import Table, machine, publish, sentence, show
 from torch import Tensor, nn
 
 import dynaquant as dq
@@ -256,8 +256,7 @@ def write(
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [{**asdict(size), **each} for size, each in zip(sizes, found, strict=True)]
     numbers = {"machine": described, "threads": arguments.threads, "quality": arguments.quality, "rows": rows}
-    (out / "chains.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    (out / "chains.md").write_text(text)
+    publish(out, "chains", numbers, None, text)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ Needs no data.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 
 import options
-from results import Table, machine, sentence
+from results import Table, machine, publish, sentence
 from rich.console import Console
 from rich.progress import track
 
@@ -100,11 +99,10 @@ def summary(found: list[Case]) -> Table:
 
 def main() -> None:
     arguments = options.parse(options.parser(__doc__, data=None))
-    out, at = arguments.out / "distortion.json", (5,) if arguments.quick else AT
+    at = (5,) if arguments.quick else AT
     found = [case for name in WORKLOADS for case in cases(name, at)]
     table, described = summary(found), machine("numpy", "torch")
     Console().print(table.on_screen())
-    out.write_text(json.dumps({"machine": described, "cases": [asdict(case) for case in found]}, indent=1) + "\n")
     page = [
         "# Distortion against degradation",
         "```\n.venv/bin/python benchmarks/distortion.py\n```",
@@ -115,7 +113,8 @@ def main() -> None:
         "resolves 0.17 %.",
         table.in_markdown(),
     ]
-    out.with_suffix(".md").write_text("\n\n".join(page) + "\n")
+    numbers = {"machine": described, "cases": [asdict(case) for case in found]}
+    publish(arguments.out, "distortion", numbers, None, "\n\n".join(page) + "\n")
 
 
 if __name__ == "__main__":

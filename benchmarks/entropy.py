@@ -8,7 +8,6 @@ tensor. In keyframes it is that of the levels alone. A decoder would need the co
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import options
 from numpy.typing import NDArray
-from results import Table, show
+from results import Table, publish, show
 
 from dynaquant.engine.coding import conditional
 from dynaquant.engine.forms.form import StoredTensor
@@ -144,8 +143,7 @@ def main() -> None:
         subprocess.run([*demo, "--quick"] if arguments.quick else demo, check=True)
         rows = [row for run in RUNS for row in measure(Path(folder) / run)]
     show(table(rows), width=130)
-    (arguments.out / "entropy.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    (arguments.out / "entropy.md").write_text(page(rows))
+    publish(arguments.out, "entropy", [asdict(row) for row in rows], None, page(rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ After every optimizer step its weights, rounded to bfloat16, are saved to a run;
 from __future__ import annotations
 
 import copy
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ import torch
 import workloads
 import zstandard
 from numpy.typing import NDArray
-from results import Table, machine, sentence, show
+from results import Table, machine, publish, sentence, show
 from rich.progress import track
 from torch import nn
 
@@ -281,8 +280,7 @@ def main() -> None:
         show(tables[-1], width=170)
     described = machine("torch", "zstandard")
     results = {"machine": described, "results": numbers}
-    (arguments.out / "follow.json").write_text(json.dumps(results, indent=1) + "\n")
-    (arguments.out / "follow.md").write_text(page(tables, described, updates))
+    publish(arguments.out, "follow", results, None, page(tables, described, updates))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ of each counts. Every stream is decoded and compared.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from time import process_time
@@ -18,7 +17,7 @@ import numpy as np
 import options
 from cores import on_cores
 from numpy.typing import NDArray
-from results import Table, machine, sentence, show
+from results import Table, machine, publish, sentence, show
 
 from dynaquant import _native
 from dynaquant.engine.coding import conditional
@@ -137,7 +136,6 @@ def main() -> None:
     bars, described = verdicts(rows), machine("numpy")
     show(shown, *bars, width=120)
     numbers = {"machine": described, "bars": bars, "rows": [asdict(row) for row in rows]}
-    (arguments.out / "levels.json").write_text(json.dumps(numbers, indent=1) + "\n")
     parts = [
         "# Levels per second",
         "```\n.venv/bin/python benchmarks/levels.py\n```",
@@ -147,7 +145,7 @@ def main() -> None:
         "## How to read it",
         NOTES.rstrip(),
     ]
-    (arguments.out / "levels.md").write_text("\n\n".join(parts) + "\n")
+    publish(arguments.out, "levels", numbers, None, "\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ are decoded and compared. Everything runs twice: in a process on one core, and i
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +28,7 @@ import zstandard
 from cores import on_cores
 from numpy.typing import NDArray
 from pcodec import ChunkConfig, standalone
-from results import Table, machine, sentence, show
+from results import Table, machine, publish, sentence, show
 from rich.progress import track
 from workloads import WORKLOADS
 from zipnn import ZipNN
@@ -325,9 +324,6 @@ def main() -> None:
             show(tables[-1], width=150)
 
     described = machine(*PEERS, *(["moonclip"] if find_spec("moonclip") else []))
-    (arguments.out / "lossless.json").write_text(
-        json.dumps({"machine": described, "results": measured}, indent=1) + "\n"
-    )
     page = [
         "# Lossless\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/lossless.py --data DIR\n```\n",
         f"`DIR` holds `shakespeare.txt`. {sentence(described)}\n",
@@ -335,7 +331,7 @@ def main() -> None:
         *(shown.in_markdown() + "\n" for shown in tables),
         "## How to read it\n\n" + NOTES,
     ]
-    (arguments.out / "lossless.md").write_text("\n".join(page))
+    publish(arguments.out, "lossless", {"machine": described, "results": measured}, None, "\n".join(page))
 
 
 if __name__ == "__main__":

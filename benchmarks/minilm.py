@@ -10,7 +10,6 @@ environment is there (``make benchmark-setup``).
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import tempfile
@@ -30,7 +29,7 @@ from peers import nnc
 from peers.body import exact
 from peers.nnc import NNCODEC
 from peers.peer import Checkpoint, Encoded, smallest
-from results import Table, machine, sentence
+from results import Table, machine, publish, sentence
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
@@ -173,8 +172,7 @@ def main() -> None:
     Console().print(table(results).on_screen())
     described = machine("torch", "transformers")
     numbers = {"machine": described, "raw": WEIGHTS.stat().st_size, "results": [asdict(result) for result in results]}
-    (out / "minilm.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    (out / "minilm.md").write_text(page(results, described))
+    publish(out, "minilm", numbers, None, page(results, described))
 
 
 if __name__ == "__main__":

@@ -60,10 +60,11 @@ def show(*shown: Table | str, width: int) -> None:
         console.print(one.on_screen() if isinstance(one, Table) else one)
 
 
-def publish(out: Path, name: str, numbers: dict[str, Any], plot: Callable[[Path], None], page: str) -> None:
-    """Write numbers as JSON, a picture and a page in Markdown, side by side into a folder."""
+def publish(out: Path, name: str, numbers: Any, plot: Callable[[Path], None] | None, page: str) -> None:
+    """Write numbers as JSON, a picture if there is one, and a page in Markdown, side by side into a folder."""
     (out / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    plot(out / f"{name}.png")
+    if plot is not None:
+        plot(out / f"{name}.png")
     (out / f"{name}.md").write_text(page)
 
 

@@ -8,7 +8,6 @@ shapes of a transformer, 280 MB.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from typing import Any, get_args
 
 import options
 import torch
-from results import Table, machine, sentence, show
+from results import Table, machine, publish, sentence, show
 from rich.progress import track
 from safetensors.torch import save_file
 from synthetic import adam_state, named_tensors
@@ -148,9 +147,8 @@ def main() -> None:
     shown, described = table(rows, raw), machine("torch", "safetensors")
     show(shown, width=110)
     results = {"machine": described, "threads": arguments.threads, "raw": raw, "rows": [asdict(row) for row in rows]}
-    (arguments.out / "save.json").write_text(json.dumps(results, indent=1) + "\n")
     command = f".venv/bin/python benchmarks/save.py --threads {arguments.threads}"
-    (arguments.out / "save.md").write_text(page(shown, described, command))
+    publish(arguments.out, "save", results, None, page(shown, described, command))
 
 
 if __name__ == "__main__":

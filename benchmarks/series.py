@@ -8,7 +8,6 @@ Trains the GPT with AdamW, saving model and optimizer as PyTorch does, then call
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ import matplotlib.pyplot as plt
 import options
 import torch
 import workloads
-from results import Table, machine, sentence
+from results import Table, machine, publish, sentence
 from rich.console import Console
 from rich.progress import track
 
@@ -150,9 +149,7 @@ def main() -> None:
     shown, described = table(packing, opened), machine("torch")
     Console().print(shown.on_screen())
     numbers = {"machine": described, "packing_seconds": packing, "opened": [asdict(found) for found in opened]}
-    (arguments.out / "series.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    (arguments.out / "series.md").write_text(page(shown, described))
-    draw(opened, arguments.out / "series.png")
+    publish(arguments.out, "series", numbers, lambda file: draw(opened, file), page(shown, described))
 
 
 if __name__ == "__main__":

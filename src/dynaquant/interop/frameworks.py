@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import plural
 from dynaquant.interop import torchfile
@@ -30,7 +28,7 @@ from dynaquant.store.pointers import FRAMEWORK_FOLDER, RUN_FOLDER, read_pointer
 from dynaquant.training.collect import number_of_ranks, stored_rng_state
 from dynaquant.training.objects import RESERVED, RNG
 from dynaquant.training.optimizers import by_number
-from dynaquant.training.rng import ACCELERATORS
+from dynaquant.training.rng import device_states
 
 ADAPTERS = "dynaquant_adapters.json"
 """The file in a run's ``FRAMEWORK_FOLDER`` that maps the keys of PEFT's files to names in the model's state dict."""
@@ -126,10 +124,7 @@ def _save(folder: Path, name: str, state: Any) -> None:
 
 
 def _rng_states(stored: StoredCheckpoint) -> list[dict[str, Any]]:
-    """Return the states of each rank's generators: ``python``, ``numpy``, ``torch``, and lists of those of devices.
-
-    These are ``cuda``, and by type those under ``rng.ACCELERATORS``, if there are any.
-    """
+    """Return the states of each rank's generators, as ``rng.get_state`` does, with Python's words as a tuple."""
     state = {RNG: stored.state(RNG)}
     found = []
     for rank in range(number_of_ranks(state)):
@@ -139,12 +134,6 @@ def _rng_states(stored: StoredCheckpoint) -> list[dict[str, Any]]:
         version, words, gauss = own["python"]
         found.append({**own, "python": (version, tuple(int(word) for word in words), gauss)})
     return found
-
-
-def _of_devices(state: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return the states of the generators of devices, by their type."""
-    of_devices = {"cuda": state["cuda"], **state.get(ACCELERATORS, {})}
-    return {kind: states for kind, states in of_devices.items() if states}
 
 
 # Transformers
@@ -179,8 +168,9 @@ def _write_transformers(stored: StoredCheckpoint, folder: Path, out: Path, tell:
     ranks = _rng_states(stored)
     for rank, state in enumerate(ranks):
         own = {"python": state["python"], "numpy": state["numpy"], "cpu": state["torch"]}
-        for kind, states in _of_devices(state).items():
-            own[kind] = states if len(ranks) > 1 else states[0]
+        for kind, states in device_states(state).items():
+            if states:
+                own[kind] = states if len(ranks) > 1 else states[0]
         _save(folder, "rng_state.pth" if len(ranks) == 1 else f"rng_state_{rank}.pth", own)
     state = stored.state("trainer")["state"]
     notes += _place_best(state, stored.file.header.step, out.absolute())
@@ -296,7 +286,7 @@ def _write_accelerate(stored: StoredCheckpoint, folder: Path, tell: Tell) -> lis
             "random_state": state["python"],
             "numpy_random_seed": state["numpy"],
             "torch_manual_seed": state["torch"],
-            **{f"torch_{kind}_manual_seed": states for kind, states in _of_devices(state).items()},
+            **{f"torch_{kind}_manual_seed": states for kind, states in device_states(state).items() if states},
         }
         _save(folder, f"random_states_{rank}.pkl", own)
     notes = _of_extras(stored, nodes.keys() - {"model", "optimizer", "scaler", "accelerator", *others})

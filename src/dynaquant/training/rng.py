@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,30 +22,32 @@ def get_state() -> dict[str, Any]:
     Python's 625 words become an array, since an array that does not change takes no space in the next checkpoint.
     """
     version, words, gauss = random.getstate()
+    others = {
+        kind: [module.get_rng_state(device) for device in range(count)] for kind, module, count in _accelerators()
+    }
     return {
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        **({ACCELERATORS: others} if (others := _of_accelerators()) else {}),
+        "cuda": others.pop("cuda", []),
+        **({ACCELERATORS: others} if others else {}),
     }
 
 
-def _accelerator() -> tuple[str, Any, int] | None:
-    """Return type, module and number of this machine's accelerators; None if they are CUDA's or have no generators."""
+def device_states(state: dict[str, Any]) -> dict[str, list[Tensor]]:
+    """Return the states of the generators of accelerators in a state, by their type; ``cuda`` may have none."""
+    return {"cuda": state["cuda"], **state.get(ACCELERATORS, {})}
+
+
+def _accelerators() -> Iterator[tuple[str, Any, int]]:
+    """Yield type, module and number of the accelerators of this machine that have generators."""
     found = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    module: Any = None if found is None or found.type == "cuda" else getattr(torch, found.type, None)
-    if found is None or not all(hasattr(module, name) for name in ("device_count", "get_rng_state", "set_rng_state")):
-        return None
-    count = module.device_count()  # 0 if PyTorch was built for an accelerator that is not here
-    return (found.type, module, count) if count else None
-
-
-def _of_accelerators() -> dict[str, list[Tensor]]:
-    if (found := _accelerator()) is None:
-        return {}
-    kind, module, count = found
-    return {kind: [module.get_rng_state(device) for device in range(count)]}
+    for kind in dict.fromkeys(["cuda", *([] if found is None else [found.type])]):
+        module: Any = getattr(torch, kind, None)
+        if all(hasattr(module, name) for name in ("device_count", "get_rng_state", "set_rng_state")):
+            count = module.device_count()
+            if count:  # PyTorch may be built for an accelerator that is not here
+                yield kind, module, count
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -54,7 +57,7 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 def _plain(state: dict[str, Any]) -> Any:
     (version, words, gauss), (name, keys, *rest) = state["python"], state["numpy"]
-    of_devices = {"cpu": [state["torch"]], "cuda": state["cuda"], **state.get(ACCELERATORS, {})}
+    of_devices = {"cpu": [state["torch"]], **device_states(state)}
     tensors = {kind: [tensor.numpy().tobytes() for tensor in of_devices[kind]] for kind in sorted(of_devices)}
     return version, words.tobytes(), gauss, name, keys.tobytes(), rest, tensors
 
@@ -74,9 +77,7 @@ def set_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(cuda_state, device)
-    if (found := _accelerator()) is not None:
-        kind, module, count = found
-        for device, device_state in enumerate(state.get(ACCELERATORS, {}).get(kind, [])[:count]):
+    stored = device_states(state)
+    for kind, module, count in _accelerators():
+        for device, device_state in enumerate(stored.get(kind, [])[:count]):
             module.set_rng_state(device_state, device)
