@@ -61,7 +61,7 @@ def _module() -> types.ModuleType:
     module.current_device = lambda: 0
     module.current_stream = torch.accelerator.current_stream
     module._is_in_bad_fork = lambda: False
-    module.manual_seed_all = lambda _seed: None
+    module.manual_seed_all = generator.manual_seed
     module.get_rng_state = lambda _device=0: generator.get_state()
     module.set_rng_state = lambda state, _device=0: generator.set_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

@@ -1,6 +1,7 @@
-"""Trainings on an emulated device: what a GPU would refuse fails, and what crosses between host and device is counted.
+"""Trainings on an accelerator: the one of this machine, and an emulated one.
 
-The device is registered for a whole process, so these tests run in a process of their own.
+On the emulated one, what a GPU would refuse fails, and what crosses between host and device is counted. It is
+registered for a whole process, so these tests run in a process of their own.
 """
 
 import subprocess
@@ -19,14 +20,25 @@ WIDTH = 512
 if "emulated" in sys.modules:
     import emulated
 
+
+def accelerator() -> str | None:
+    """Return the type of the emulated device if there is one, otherwise of this machine's accelerator."""
+    if "emulated" in sys.modules:
+        return "emulated"
+    found = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    return None if found is None else found.type
+
+
+DEVICE = accelerator() or "none"
 emulates = pytest.mark.skipif("emulated" not in sys.modules, reason="needs --emulated")
+accelerates = pytest.mark.skipif(DEVICE == "none", reason="needs an accelerator, or --emulated")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("emulated" in sys.modules, reason="runs there already")
 @pytest.mark.skipif(not hasattr(torch, "accelerator"), reason="PyTorch is too old for the emulated device")
 def test_kernels_and_trainings_run_on_an_emulated_device():
-    command = [sys.executable, "-m", "pytest", "--emulated", "-k", "emulated", str(HERE), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--emulated", "-k", "emulated or accelerator", str(HERE), "-p", "no:cacheprovider"]
     found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
 
@@ -66,11 +78,11 @@ def test_tensors_of_host_and_emulated_device_cannot_be_mixed_up():
         tensor.numpy()
 
 
-@emulates
+@accelerates
 @pytest.mark.parametrize("metric", ["no metric", "function", "batches"])
 @pytest.mark.parametrize("quality", ["balanced", "high", "small", "lossless", dq.Quality(method="published")], ids=str)
-def test_a_training_on_an_emulated_device_is_saved_and_restored(quality, metric, tmp_path):
-    training = Training("emulated")
+def test_a_training_on_an_accelerator_is_saved_and_restored(quality, metric, tmp_path):
+    training = Training(DEVICE)
     with dq.Checkpointer(
         tmp_path, training.model, training.optimizer, quality=quality, **training.metric(metric)
     ) as checkpointer:
@@ -80,21 +92,23 @@ def test_a_training_on_an_emulated_device_is_saved_and_restored(quality, metric,
         checkpointer.restore(2)
         loaded = dq.load(tmp_path, step=2)["model"]
         for name, parameter in training.model.named_parameters():
-            assert parameter.device.type == "emulated"
+            assert parameter.device.type == DEVICE
             assert torch.equal(parameter.detach().cpu(), loaded[name])
         training.step()
 
 
-@emulates
-def test_a_restore_sets_the_generator_of_the_emulated_device(tmp_path):
-    training = Training("emulated")
-    torch.emulated.set_rng_state(torch.Generator().manual_seed(7).get_state())
+@accelerates
+def test_a_restore_sets_the_generator_of_the_accelerator(tmp_path):
+    training, generators = Training(DEVICE), getattr(torch, DEVICE)
+    generators.manual_seed_all(7)
+    before = generators.get_rng_state()
     with dq.Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
         training.step()
         checkpointer.save(1).result()
-        torch.emulated.set_rng_state(torch.Generator().manual_seed(8).get_state())
+        generators.manual_seed_all(8)
+        assert not torch.equal(generators.get_rng_state(), before)
         checkpointer.restore(1)
-    assert torch.equal(torch.emulated.get_rng_state(), torch.Generator().manual_seed(7).get_state())
+    assert torch.equal(generators.get_rng_state(), before)
 
 
 @emulates
@@ -114,10 +128,10 @@ def test_states_of_generators_of_other_devices_than_the_emulated_one_are_ignored
     assert rng.same(rng.get_state(), before)
 
 
-@emulates
-def test_a_training_on_an_emulated_device_is_compressed_as_on_the_host(tmp_path):
+@accelerates
+def test_a_training_on_an_accelerator_is_compressed_as_on_the_host(tmp_path):
     records = {}
-    for device in ("cpu", "emulated"):
+    for device in ("cpu", DEVICE):
         training = Training(device)
         with dq.Checkpointer(
             tmp_path / device, training.model, training.optimizer, **training.metric("batches")
@@ -148,3 +162,83 @@ def test_only_levels_cross_from_the_emulated_device(metric, tmp_path):
     samples = 2 * 4 * 32_768 * 2  # of both moments of two weights
     assert saved.bytes_to_host < 3.1 * parameters + samples + 65_536  # a byte for each weight and moment
     assert saved.bytes_to_device < 1.1 * parameters + 4 * 65_536 + 65_536  # levels of second moments, and tables
+
+
+@accelerates
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [
+        (torch.float32, lambda parameters: torch.optim.SGD(parameters, 1e-3, momentum=0.9, foreach=False)),
+        (torch.bfloat16, lambda parameters: torch.optim.AdamW(parameters, 1e-3, foreach=False)),
+        (torch.float16, lambda parameters: torch.optim.Adagrad(parameters, 1e-3, eps=1e-3, foreach=False)),
+        (torch.float64, lambda parameters: torch.optim.Adam(parameters, 1e-3, amsgrad=True, foreach=False)),
+    ],
+    ids=["SGD", "bfloat16", "float16", "float64"],
+)
+def test_a_training_on_an_accelerator_goes_on_from_its_checkpoint(dtype, optimizer, quality, tmp_path):
+    training = Training(DEVICE)
+    training.inputs, training.wanted = training.inputs.to(dtype), training.wanted.to(dtype)
+    training.model.to(dtype)
+    training.optimizer = optimizer(training.model.parameters())
+    with dq.Checkpointer(tmp_path, training.model, training.optimizer, quality=quality) as checkpointer:
+        training.step(2)
+        checkpointer.save(1)
+        training.step(2)
+        wanted = [parameter.detach().clone() for parameter in training.model.parameters()]
+        training.step(2)
+        assert checkpointer.restore() == 1
+        training.step(2)
+    for parameter, value in zip(training.model.parameters(), wanted, strict=True):
+        assert parameter.device.type == DEVICE
+        assert parameter.isfinite().all()
+        assert quality != "lossless" or torch.equal(parameter, value)
+
+
+@accelerates
+def test_a_model_on_an_accelerator_follows_a_training(tmp_path):
+    training = Training(DEVICE)
+    following = Training(DEVICE).model
+    with dq.Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
+        steps = dq.follow(tmp_path, following, timeout=0)
+        for step in (1, 2):
+            training.step()
+            checkpointer.save(step).result()
+            assert next(steps) == step
+            loaded = dq.load(tmp_path, step=step)["model"]
+            assert all(torch.equal(each.cpu(), loaded[name]) for name, each in following.state_dict().items())
+
+
+@accelerates
+def test_tensors_with_a_bound_and_averages_on_an_accelerator_are_restored(tmp_path):
+    training = Training(DEVICE)
+    average = torch.optim.swa_utils.AveragedModel(training.model)
+    field = torch.randn(100, 100).to(DEVICE)
+    state = {"field": field}
+    roles = {"sim.field": dq.Bound(absolute=1e-3), "average.*": "average"}
+    extras = {"average": average, "sim": Held(state)}
+    with dq.Checkpointer(
+        tmp_path, training.model, training.optimizer, extras=extras, roles=roles, **training.metric("batches")
+    ) as checkpointer:
+        training.step(3)
+        average.update_parameters(training.model)
+        before = field.cpu().clone()
+        checkpointer.save(1).result()
+        field.zero_()
+        checkpointer.restore()
+    assert state["field"].device.type == DEVICE
+    assert float((state["field"].cpu() - before).abs().max()) <= 1e-3
+
+
+class Held:
+    """Tensors as an object with a state."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in state.items():
+            self.tensors[name].copy_(tensor)
