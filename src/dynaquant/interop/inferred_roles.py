@@ -117,7 +117,7 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
 
 def mean_of(moment: Tensor) -> float:
     """Return the mean of the values of a second moment."""
-    return kernels.for_device(moment.device).sums(moment)[0] / moment.numel()
+    return float(kernels.for_device(moment.device).total(moment)) / moment.numel()
 
 
 def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:

@@ -87,7 +87,7 @@ def fillable_tensors(
         target, tensor = local_of(own[name]), stored[name]
         same = (target.dtype, target.shape) == (tensor.dtype, tensor.shape)
         # A second copy of what a rank holds of a model may not fit on its device.
-        here = name in targets if is_sharded(own[name]) else target.device == kernels.HOST
+        here = name in targets if is_sharded(own[name]) else kernels.fills(target.device)
         return same and here and target.is_contiguous() and name not in strides
 
     return {

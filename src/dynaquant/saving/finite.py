@@ -21,7 +21,7 @@ def not_finite(captured: Captured, group: Group) -> list[str]:
     """Return the names of the weights that have an infinite or NaN value on any rank. Collective."""
     weights = {
         name: tensor.detach()
-        for name, tensor in captured.tensors.items()
+        for name, tensor in captured.near.items()
         if captured.labels[name].role == "weight" and tensor.dtype in QUANTIZABLE_DTYPES and tensor.numel()
     }
     found = group.all_gather(group.run_on_all_ranks(lambda: _not_finite(weights)))
@@ -29,18 +29,15 @@ def not_finite(captured: Captured, group: Group) -> list[str]:
 
 
 def _not_finite(weights: dict[str, Tensor]) -> list[str]:
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    on_devices: dict[str, Tensor] = {}
     bad = []
     for name, tensor in weights.items():
         if tensor.device == kernels.HOST:
             if not all(map(math.isfinite, kernels.for_device(tensor.device).extremes(tensor))):
                 bad.append(name)
         else:
-            by_device.setdefault(tensor.device, {})[name] = torch.stack(tensor.aminmax()).double().sum()
-    for sums in by_device.values():  # one transfer for each device
-        finite = torch.stack(list(sums.values())).isfinite().tolist()
-        bad += [name for name, is_finite in zip(sums, finite, strict=True) if not is_finite]
-    return bad
+            on_devices[name] = torch.linalg.vector_norm(tensor, math.inf)  # the largest magnitude, or NaN
+    return bad + [name for name, largest in kernels.near(on_devices).items() if not largest.isfinite()]
 
 
 def said_of(names: list[str], run: Run) -> str:

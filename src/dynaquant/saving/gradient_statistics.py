@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from dynaquant.engine import kernels
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.methods.method import Method
 from dynaquant.ranks.dtensors import memory_of
@@ -59,7 +60,8 @@ class GradientStatistics:
         trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         own = self._parameters()
         known = {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
-        recorded = {name: self._method.mean_square(statistic) for name, statistic in self.recorded().items()}
+        statistics = kernels.near(self.recorded())
+        recorded = {name: self._method.mean_square(statistic) for name, statistic in statistics.items()}
         return mean_squared_gradients(known, self._optimizers, recorded, shards)
 
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -92,11 +92,12 @@ class TrainingSource:
         frozen = frozen_parameters(captured, idle, self.hashes)
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         external = {**in_frozen_files(captured, frozen), **omitted}
-        tensors = _where_kernels_run({n: t for n, t in captured.tensors.items() if n not in external})
+        own = {name: tensor for name, tensor in captured.tensors.items() if name not in external}
+        tensors = _where_kernels_run({name: captured.near[name] for name in own})
         # Master weights of sharded models are stored beside their half-precision weights.
         sharded, master_of = captured.division is not None, {}
         if not sharded:
-            master_of = master_weights_of(tensors, captured.labels, self._objects, self._patterns)
+            master_of = master_weights_of(own, tensors, captured.labels, self._objects, self._patterns)
         copied: Collection[str] = ()
         if self._keeps_lossless_copy:
             copied = tensors.keys()
@@ -116,7 +117,9 @@ class TrainingSource:
             labels=captured.labels,
             position=lambda: TrainingPosition.of(step, self._optimizers),
             master_of=master_of,
-            mean_squares=lambda weights: self._gradients.mean_squares(weights, captured.shards),
+            mean_squares=lambda weights: self._gradients.mean_squares(
+                {name: own[master_of.get(name, name)] for name in weights}, captured.shards
+            ),
             gradients=self._gradients.recorded(),
             records_gradients=self._gradients.needed,
             displaced=displaced,
@@ -163,4 +166,4 @@ class TrainingSource:
 
 def _where_kernels_run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors; those of devices that kernels do not run on as copies in host memory."""
-    return {n: t if t.device.type == "cpu" or kernels.runs_on(t.device) else t.cpu() for n, t in tensors.items()}
+    return {name: tensor if kernels.fills(tensor.device) else tensor.cpu() for name, tensor in tensors.items()}

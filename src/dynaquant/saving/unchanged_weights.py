@@ -17,7 +17,7 @@ from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.store.container import Header
-from dynaquant.training.hash_cache import HashCache, sample_of
+from dynaquant.training.hash_cache import HashCache, samples_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def compare_weights(
     untrained: names of parameters that do not train; these are hashed through ``hashes``, which remembers. Other
     weights are hashed only if their sample is unchanged.
     """
-    samples = {name: sample_of(tensor) for name, tensor in weights.items()}
+    samples = samples_of(weights)
     hashed = {name: hashes.of(name, weights[name]) for name in weights if name in untrained}
     for name, before in last.items():
         if name in samples and name not in hashed and before.may_equal(samples[name]):

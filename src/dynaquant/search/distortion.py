@@ -73,7 +73,8 @@ def mean_squared_gradients(
         moment = state.get("exp_avg_sq", state.get("square_avg"))
         if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.is_floating_point():
             found[name] = moment
-    sums = shards.sums({name: [_sum(local_of(moment))] for name, moment in found.items()})
+    totals = kernels.totals({name: local_of(moment) for name, moment in found.items()})
+    sums = shards.sums({name: [total] for name, total in totals.items()})
     moments = {name: sums[name][0] / max(moment.numel(), 1) for name, moment in found.items()}
     gradients = {name: recorded[name] for name in parameters if name in recorded}
     if shards.divided:
@@ -82,7 +83,3 @@ def mean_squared_gradients(
     sources = [{name: f for name, f in source.items() if math.isfinite(f)} for source in (moments, gradients)]
     best = max(sources, key=len)
     return best if sum(best.values()) > 0 else {}
-
-
-def _sum(moment: Tensor) -> float:
-    return kernels.for_device(moment.device).sums(moment)[0]

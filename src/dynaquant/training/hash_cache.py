@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from dynaquant.engine import kernels
 from dynaquant.engine.tensors.dtypes import bytes_of
 from dynaquant.engine.tensors.hashing import tensor_hash
 
@@ -23,8 +25,18 @@ or by other programs."""
 
 def sample_of(tensor: Tensor) -> bytes:
     """Return the bytes of about ``SAMPLE`` values, evenly spaced. If they differ, the tensor has changed."""
+    return bytes_of(_sampled(tensor)).tobytes()
+
+
+def samples_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Return ``sample_of`` each tensor. Those of a device cross together."""
+    sampled = kernels.near({name: _sampled(tensor) for name, tensor in tensors.items()})
+    return {name: bytes_of(values).tobytes() for name, values in sampled.items()}
+
+
+def _sampled(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
-    return bytes_of(flat[:: max(1, flat.numel() // SAMPLE)]).tobytes()
+    return flat[:: max(1, flat.numel() // SAMPLE)]
 
 
 @dataclass

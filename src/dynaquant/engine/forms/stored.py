@@ -29,8 +29,8 @@ def values_with_hash(stored: StoredTensor) -> tuple[Tensor, str]:
 
 
 def fill(target: Tensor, stored: StoredTensor) -> None:
-    """Write the values that a restore returns into a tensor; on the host without memory for all of them."""
-    if isinstance(stored, Tensor) or stored.external or target.device != kernels.HOST:
+    """Write the values that a restore returns into a tensor, where kernels run without other memory for all of them."""
+    if isinstance(stored, Tensor) or stored.external or not kernels.fills(target.device):
         target.copy_(values_of(stored))
     else:
         dequantize_into(target, stored)

@@ -13,7 +13,7 @@ small arrays move from a device to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -32,8 +32,8 @@ HOST = torch.device("cpu")
 class Kernels(Protocol):
     """The functions of ``host`` and ``device``. Tensors are dense, of any shape. Levels are uint8, flat in C order."""
 
-    def sums(self, tensor: Tensor) -> tuple[float, float]:
-        """Return the sum of the values and the sum of their squares, computed in float64."""
+    def total(self, tensor: Tensor) -> float | Tensor:
+        """Return the sum of the values, computed in float64. Of a device, as a scalar on it."""
         ...
 
     def errors(self, values: Tensor, exact: Tensor) -> tuple[float, float]:
@@ -72,10 +72,10 @@ class Kernels(Protocol):
 
     def grid_levels(
         self, tensor: Tensor, inverse: float, seed: int | None, first: int = 0
-    ) -> tuple[Tensor, Tensor | int]:
-        """Return levels of the grid with step ``1 / inverse``, and the highest level.
+    ) -> tuple[Tensor, Callable[[], int]]:
+        """Return levels of the grid with step ``1 / inverse``, and a function that waits for the highest level.
 
-        The highest level counts as 256 or more if a value is protected. seed: a number selects stochastic rounding;
+        That is 256 or more if a value is protected. seed: a number selects stochastic rounding;
         None rounds to the nearest. first: the index of the first value in its tensor, for stochastic rounding.
         """
         ...
@@ -142,6 +142,11 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type not in ("cpu", "meta") and _agrees(device.type))
 
 
+def fills(device: torch.device) -> bool:
+    """Whether kernels compute values in the memory of a device: on the host, and where those for devices run."""
+    return device.type == "cpu" or runs_on(device)
+
+
 @cache
 def _agrees(kind: str) -> bool:
     """Whether the kernels for devices give the results of the host on a kind of device."""
@@ -173,7 +178,7 @@ def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
         kernel.values(levels, sample[:256].contiguous(), np.array([0x3F80], dtype=np.uint16), tensor.device),
     ]
     ones = torch.ones_like(tensor)
-    numbers = np.array([*kernel.extremes(tensor), kernel.smallest_from(tensor, 0.1), *kernel.sums(ones)])
+    numbers = np.array([*kernel.extremes(tensor), kernel.smallest_from(tensor, 0.1), float(kernel.total(ones))])
     arrays = numbers, kernel.log_histogram(tensor), *kernel.row_and_column_sums(ones.view(7, 143))
     return [*(each.cpu() for each in (on_grid, in_units, *found)), *map(torch.from_numpy, arrays)]
 
@@ -195,6 +200,48 @@ def _copied_in_background(tensor: Tensor) -> Callable[[], NDArray[Any]]:
         return pinned.numpy().copy()  # frees the pinned memory, which is scarce
 
     return finish
+
+
+def near(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors; small ones of devices as copies in host memory.
+
+    All of one device and dtype cross together. So a model of many small tensors does not wait for each of them.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu" and 0 < tensor.numel() <= device_kernels.SMALL and runs_on(tensor.device):
+            groups.setdefault((tensor.device, tensor.dtype), []).append(name)
+    found = dict(tensors)
+    for names in groups.values():
+        together = torch.cat([tensors[name].detach().reshape(-1) for name in names]).cpu()
+        parts = torch.split(together, [tensors[name].numel() for name in names])
+        found.update({name: part.view(tensors[name].shape) for name, part in zip(names, parts, strict=True)})
+    return found
+
+
+def totals(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the sum of the values of each tensor, computed in float64. The sums of a device cross together."""
+    found = {name: for_device(tensor.device).total(tensor) for name, tensor in near(tensors).items()}
+    crossed = near({name: total for name, total in found.items() if isinstance(total, Tensor)})
+    return {name: float(crossed.get(name, total)) for name, total in found.items()}
+
+
+def all_extremes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Return the lowest and the highest value of each tensor that has values; NaN if any is.
+
+    Those of a device cross together.
+    """
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    on_devices = {name: tensor for name, tensor in tensors.items() if runs_on(tensor.device)}
+    crossed = near({name: torch.stack(torch.aminmax(tensor.detach())) for name, tensor in on_devices.items()})
+
+    def of(name: str, tensor: Tensor) -> tuple[float, float]:
+        if name not in crossed:
+            return host_kernels.extremes(tensor)
+        lowest, highest = crossed[name].tolist()
+        return lowest, highest
+
+    return {name: of(name, tensor) for name, tensor in tensors.items()}
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device = HOST) -> Tensor:

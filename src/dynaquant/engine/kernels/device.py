@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,14 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
+from dynaquant.engine.kernels import host
 from dynaquant.engine.kernels.host import Sensitivity
 
 PIECE = 1 << 24
 """Number of values to process at once."""
+SMALL = 32_768
+"""Elements up to which a tensor is better computed on the host: here, an operation takes longer to begin."""
 _BUCKETS = 65_536
 _FAR = 200.0
-"""Grid steps. Values farther from zero count as this far: they are protected, and nothing overflows."""
-_HIGHEST_LEVEL, _HIGHEST_MULTIPLE = 255, 127
+_PROTECTED_MULTIPLE = 128
+"""From this multiple of the grid step on, values are protected."""
 _WORD = 0xFFFF_FFFF
 
 
@@ -27,6 +31,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _pieces(size: int) -> Iterator[slice]:
     return (slice(begin, min(begin + PIECE, size)) for begin in range(0, size, PIECE))
+
+
+def _at_most_float32(tensor: Tensor) -> Tensor:
+    """Return the values as the host takes them: float64 is rounded to float32."""
+    return tensor.detach().to(torch.float32) if tensor.dtype == torch.float64 else tensor.detach()
 
 
 def _buckets(flat: Tensor) -> Tensor:
@@ -40,18 +49,19 @@ def _look_up(table: Tensor, index: Tensor) -> Tensor:
     return table.index_select(0, index)
 
 
-def sums(tensor: Tensor) -> tuple[float, float]:
-    flat = _flat(tensor)
-    found = torch.zeros(2, dtype=torch.float64, device=tensor.device)
-    for piece in _pieces(flat.numel()):
-        values = flat[piece].to(torch.float32).to(torch.float64)
-        found += torch.stack((values.sum(), values.square().sum()))
-    total, squares = found.tolist()
-    return total, squares
+def total(tensor: Tensor) -> Tensor:
+    return _at_most_float32(tensor).sum(dtype=torch.float64)
 
 
 def errors(values: Tensor, exact: Tensor) -> tuple[float, float]:
-    return sums(exact)[1], sums(values - exact)[1]
+    squares, all_errors = torch.stack((_norm(exact), _norm(values - exact))).square().tolist()
+    return squares, all_errors
+
+
+def _norm(values: Tensor) -> Tensor:
+    """Return the root of the sum of squares, computed in float64."""
+    found: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return found
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
@@ -68,14 +78,9 @@ def smallest_from(tensor: Tensor, limit: float) -> float:
 
 
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    rows, columns = matrix.shape
-    by_row, by_column = matrix.new_empty(rows, dtype=torch.float64), matrix.new_zeros(columns, dtype=torch.float64)
-    step = max(1, PIECE // max(columns, 1))
-    for begin in range(0, rows, step):
-        values = matrix.detach()[begin : begin + step].to(torch.float32).to(torch.float64)
-        by_row[begin : begin + step] = values.sum(1)
-        by_column += values.sum(0)
-    return by_row.cpu().numpy(), by_column.cpu().numpy()
+    values = _at_most_float32(matrix)
+    sums = torch.cat([values.sum(axis, dtype=torch.float64) for axis in (1, 0)]).cpu().numpy()
+    return sums[: len(matrix)], sums[len(matrix) :]
 
 
 def log_histogram(tensor: Tensor) -> NDArray[np.int64]:
@@ -101,17 +106,30 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
     return levels
 
 
-def grid_levels(tensor: Tensor, inverse: float, seed: int | None, first: int = 0) -> tuple[Tensor, Tensor]:
+def grid_levels(tensor: Tensor, inverse: float, seed: int | None, first: int = 0) -> tuple[Tensor, Callable[[], int]]:
     flat = _flat(tensor)
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
-    highest = torch.zeros((), dtype=torch.int32, device=tensor.device)
+    extremes, table = [], _level_table(tensor.device)
     for piece in _pieces(flat.numel()):
         multiples = _multiples(flat[piece], inverse, seed, first + piece.start)
-        found = 2 * multiples.abs() + (multiples < 0)
-        if found.numel():
-            highest = torch.maximum(highest, found.max())
-        levels[piece] = torch.where(found > _HIGHEST_LEVEL, _native.LEVEL_PROTECTED, found).to(torch.uint8)
+        extremes.append(torch.stack(torch.aminmax(multiples)))
+        index = multiples.clamp_(-_PROTECTED_MULTIPLE, _PROTECTED_MULTIPLE).to(torch.int32) & 0xFF
+        torch.index_select(table, 0, index, out=levels[piece])
+
+    def highest() -> int:
+        found = torch.stack(extremes).tolist() if extremes else []
+        return round(max((max(2 * high, 1 - 2 * low if low < 0 else 0) for low, high in found), default=0))
+
     return levels, highest
+
+
+@cache
+def _level_table(device: torch.device) -> Tensor:
+    """Return the level of each multiple of the grid step, by its lowest 8 bits."""
+    multiples = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.int32)
+    levels = np.where(multiples < 0, 1 - 2 * multiples, 2 * multiples)
+    levels[_PROTECTED_MULTIPLE] = _native.LEVEL_PROTECTED
+    return torch.from_numpy(levels.astype(np.uint8)).to(device)
 
 
 def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int, out: Tensor) -> None:
@@ -119,31 +137,29 @@ def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, f
     largest = torch.finfo(torch.bfloat16).max
     for piece in _pieces(flat.numel()):
         multiples = _multiples(flat[piece], inverse, seed, first + piece.start)
+        is_protected = multiples.abs() >= _PROTECTED_MULTIPLE
         protected = flat[piece].clamp(-largest, largest).to(torch.bfloat16).to(torch.float32)
-        flat_out[piece] = torch.where(
-            multiples.abs() > _HIGHEST_MULTIPLE, protected, multiples.to(torch.float32) * step
-        )
+        on_grid = multiples.mul_(step).add_(0.0)  # a negative zero becomes zero
+        torch.where(is_protected, protected, on_grid, out=flat_out[piece])
 
 
 def grid_errors(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int) -> tuple[float, float]:
-    flat, squares, all_errors = _flat(tensor), 0.0, 0.0
-    for piece in _pieces(flat.numel()):
-        exact = flat[piece]
-        rounded = torch.empty_like(exact)
-        grid_values(exact, inverse, step, seed, first + piece.start, rounded)
-        own_squares, own_errors = errors(rounded, exact)
-        squares, all_errors = squares + own_squares, all_errors + own_errors
-    return squares, all_errors
+    flat, rounded = _flat(tensor), torch.empty_like(tensor).view(-1)
+    grid_values(flat, inverse, step, seed, first, rounded)
+    return errors(rounded, flat)
 
 
 def _multiples(values: Tensor, inverse: float, seed: int | None, first: int) -> Tensor:
-    """Return the multiple of the grid step that each value is rounded to, int32. first: the index of the first one."""
+    """Return the multiple of the grid step that each value is rounded to, float32. first: the index of the first one.
+
+    Values beyond ``_FAR`` grid steps count as that far: they are protected, and nothing overflows.
+    """
     steps = (values.to(torch.float32) * inverse).clamp_(-_FAR, _FAR)
-    rounded = steps.round()  # ties to even
-    if seed is not None:
-        below = torch.where(rounded > steps, rounded - 1, rounded)
-        rounded = below + (_uniform(slice(first, first + len(values)), seed, values.device) < steps - below)
-    return rounded.to(torch.int32)
+    if seed is None:
+        return steps.round_()  # ties to even
+    rounded = steps.round()
+    below = torch.where(rounded > steps, rounded - 1, rounded)
+    return below + (_uniform(slice(first, first + len(values)), seed, values.device) < steps - below)
 
 
 def _uniform(piece: slice, seed: int, device: torch.device) -> Tensor:
@@ -166,6 +182,9 @@ def values(
     device: torch.device,
     out: Tensor | None = None,
 ) -> Tensor:
+    if levels.size <= SMALL:
+        few = host.values(levels, table, protected, device).to(device)
+        return few if out is None else out.copy_(few)
     moved_levels, moved_table = torch.from_numpy(levels).to(device), table.to(device)
     is_protected = moved_levels == _native.LEVEL_PROTECTED
     highest, found = torch.stack((moved_levels.amax().long(), is_protected.sum())).tolist() if levels.size else (0, 0)
@@ -183,19 +202,17 @@ def values(
     return out
 
 
-def _square_root(tensor: Tensor) -> Tensor:
+def _square_root(values: Tensor) -> Tensor:
     # The square root in float64, rounded to float32, is the correctly rounded square root of a float32.
-    flat, out = _flat(tensor), torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-    for piece in _pieces(flat.numel()):
-        out.view(-1)[piece] = flat[piece].to(torch.float64).sqrt().to(torch.float32)
-    return out
+    return values.to(torch.float64).sqrt_().to(torch.float32)
 
 
 def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tensor | None = None) -> None:
     seconds = seconds if columns is None else outer(seconds, columns)
     for piece in _pieces(out.numel()):
         root = _square_root(seconds[piece])
-        out[piece] = (values[piece] / root).masked_fill_(root == 0, 0)
+        torch.div(values[piece], root, out=out[piece])
+        out[piece].masked_fill_(root == 0, 0)
 
 
 def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -59,8 +61,8 @@ def _unsigned(dtype: torch.dtype) -> torch.dtype:
     return torch.uint32 if dtype == torch.float32 else torch.uint16
 
 
-def sums(tensor: Tensor) -> tuple[float, float]:
-    return _native.sums(_float32(tensor))
+def total(tensor: Tensor) -> float:
+    return _native.sums(_float32(tensor))[0]
 
 
 def errors(values: Tensor, exact: Tensor) -> tuple[float, float]:
@@ -99,9 +101,10 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
     return levels
 
 
-def grid_levels(tensor: Tensor, inverse: float, seed: int | None, first: int = 0) -> tuple[Tensor, int]:
+def grid_levels(tensor: Tensor, inverse: float, seed: int | None, first: int = 0) -> tuple[Tensor, Callable[[], int]]:
     levels = empty(torch.Size([tensor.numel()]), torch.uint8)
-    return levels, _native.grid_levels(_float32(tensor), inverse, seed, first, levels.numpy())
+    highest = _native.grid_levels(_float32(tensor), inverse, seed, first, levels.numpy())
+    return levels, lambda: highest
 
 
 def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int, out: Tensor) -> None:

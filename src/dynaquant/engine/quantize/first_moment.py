@@ -178,7 +178,7 @@ def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, 
     inverse, kernel = float(np.float32(1) / rung_value(rung)), kernels.for_device(first.device)
     found = [kernel.grid_levels(units, inverse, None) for units in pieces_in_units(first, second)]
     levels = torch.cat([own for own, _ in found]) if len(found) > 1 else found[0][0]
-    return units_of_levels(levels, max(int(each) for _, each in found), first, second, decoded)
+    return units_of_levels(levels, max(highest() for _, highest in found), first, second, decoded)
 
 
 def units_of_levels(

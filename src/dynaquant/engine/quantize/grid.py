@@ -35,7 +35,7 @@ def begin_quantize(
     copied = kernels.to_host(levels)
 
     def finish() -> QuantizedTensor:
-        wanted = int(highest) - FIRST_BIN + 1
+        wanted = highest() - FIRST_BIN + 1
         protected = protected_values(tensor, levels) if wanted > MAX_BINS else np.zeros(0, dtype=np.uint16)
         bins = min(max(wanted, 0), MAX_BINS)
         return QuantizedTensor(tensor.dtype, tensor.shape, copied(), Grid(rung, bins), protected)
@@ -43,14 +43,14 @@ def begin_quantize(
     return finish
 
 
-def _levels(tensor: Tensor, rung: int, seed: int | None, shard: Shard | None) -> tuple[Tensor, Tensor | int]:
-    """Return the levels, and the highest one."""
+def _levels(tensor: Tensor, rung: int, seed: int | None, shard: Shard | None) -> tuple[Tensor, Callable[[], int]]:
+    """Return the levels, and a function that waits for the highest one."""
     kernel, inverse = kernels.for_device(tensor.device), _inverse(rung)
     if seed is None or shard is None or not tensor.numel():
         return kernel.grid_levels(tensor, inverse, seed)
     flat = tensor.detach().reshape(-1)
     found = [kernel.grid_levels(flat[at : at + size], inverse, seed, first) for at, first, size in shard.runs]
-    return torch.cat([levels for levels, _ in found]), max(highest for _, highest in found)
+    return torch.cat([levels for levels, _ in found]), lambda: max(highest() for _, highest in found)
 
 
 def _inverse(rung: int) -> float:

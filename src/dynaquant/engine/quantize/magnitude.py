@@ -54,12 +54,15 @@ def magnitudes(
     ``QUANTIZABLE_DTYPES``; looked up again whenever they are needed. nonfinite: gets the number of infinite or NaN
     values of each tensor that has any.
     """
-    extremes, counts, plain = {}, {}, {}
-    for name, tensor in tensors.items():
-        if not shards.divided and (magnitude := _of_plain(tensor)) is not None:
+    plain = {}
+    for name, tensor in tensors.items() if not shards.divided else ():
+        if (magnitude := _of_plain(tensor)) is not None:
             plain[name] = magnitude
-        else:
-            extremes[name], counts[name] = _extremes_of(tensor)
+    others = [name for name in tensors if name not in plain]
+    found = kernels.all_extremes({name: tensors[name] for name in others})
+    extremes, counts = {}, {}
+    for name in others:
+        extremes[name], counts[name] = _extremes_of(tensors[name], found.get(name))
     extremes, counts = shards.largest(extremes), shards.sums(counts)
     largest = {}
     for name, (highest, minus_lowest) in extremes.items():
@@ -73,8 +76,8 @@ def magnitudes(
         sums = shards.sums({name: np.concatenate(axes).tolist() for name, axes in own.items()})
         own = {n: tuple(np.split(np.array(sums[n]), np.cumsum([len(a) for a in own[n]])[:-1])) for n in own}
     of_axes = {name: Magnitude(*_of_axes(*axes)) for name, axes in own.items()}
-    found = {**plain, **of_axes}
-    return {name: found[name] for name in tensors if name in found}
+    together = {**plain, **of_axes}
+    return {name: together[name] for name in tensors if name in together}
 
 
 def _of_plain(tensor: Tensor) -> Magnitude | None:
@@ -85,14 +88,15 @@ def _of_plain(tensor: Tensor) -> Magnitude | None:
     return None if found is None else Magnitude(*found)
 
 
-def _extremes_of(tensor: Tensor) -> tuple[list[float], list[float]]:
+def _extremes_of(tensor: Tensor, extremes: tuple[float, float] | None) -> tuple[list[float], list[float]]:
     """Return the highest value and minus the lowest one; the number of values that are not finite.
 
     Without values, the first two are minus infinity. With values that are not finite, only their number counts.
+    extremes: the lowest and the highest value, NaN if any value is NaN; None without values.
     """
-    if not tensor.numel():
+    if extremes is None:
         return [-math.inf, -math.inf], [0.0]
-    lowest, highest = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
+    lowest, highest = extremes
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         return [-math.inf, -math.inf], [float((~tensor.detach().isfinite()).sum())]
     return [highest, -lowest], [0.0]

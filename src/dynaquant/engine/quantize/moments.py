@@ -74,6 +74,11 @@ def quantize_moments(
         # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
         return None if reduce is not None else small_values(tensors[name])
 
+    def extremes_of(name: str) -> tuple[float, float] | None:
+        if name not in known and tensors[name].numel():
+            return kernels.for_device(tensors[name].device).extremes(tensors[name])
+        return known.get(name)
+
     def size(name: str) -> int:
         # Sums of rows and columns are as long as those of the whole tensor.
         return tensors[name].numel() + sum(shards[name].shape if name in shards else tensors[name].shape)
@@ -83,7 +88,7 @@ def quantize_moments(
         if (values := small_values_of(name)) is not None:
             return quantize_small_second_moment(values, tensor.shape, second_tolerance)
         shard = shard_of(name, tensor.shape)
-        if (yield from _usable(tensor, shard, lowest=0.0)):
+        if (yield from _usable(extremes_of(name), shard, lowest=0.0)):
             return (yield from quantize_second_moment(tensor, second_tolerance, shard))
         return None
 
@@ -104,7 +109,7 @@ def quantize_moments(
         if are_small and (values := small_values_of(name)) is not None:
             return quantize_small_first_moment(values, stored, divisor, tolerance)
         shard = shard_of(name, tensor.shape)
-        if (yield from _usable(tensor, shard, alike=shard_of(divisor, stored.shape) == shard)):
+        if (yield from _usable(extremes_of(name), shard, alike=shard_of(divisor, stored.shape) == shard)):
             own = None if reduce is None else shard
             return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, own))
         return None
@@ -117,25 +122,32 @@ def quantize_moments(
             return None
         tensor = tensors[name]
         shard = shard_of(name, tensor.shape)
-        if (yield from _usable(tensor, shard)):
+        if (yield from _usable(extremes_of(name), shard)):
             return (yield from quantize_momentum(tensor, tolerance, shard))
         return None
 
     def of_role(role: Role) -> list[str]:
         return [name for name in tensors if labels[name].role == role]
 
+    moments = [*of_role("second_moment"), *of_role("first_moment")]
+    known = kernels.all_extremes({n: tensors[n] for n in moments if kernels.runs_on(tensors[n].device)})
     seconds = run_in_windows(of_role("second_moment"), second, size, reduce)
     firsts = run_in_windows(of_role("first_moment"), first, size, reduce)
     return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
 
 
-def _usable(tensor: Tensor, shard: Shard, lowest: float = -math.inf, alike: bool = True) -> Reduction[bool]:
-    """Whether a tensor has elements, and all are finite and at least ``lowest``. alike: also needed on every rank."""
+def _usable(
+    extremes: tuple[float, float] | None, shard: Shard, lowest: float = -math.inf, alike: bool = True
+) -> Reduction[bool]:
+    """Whether a tensor has elements, and all are finite and at least ``lowest``. alike: also needed on every rank.
+
+    extremes: of the values that this rank holds; None if it holds none.
+    """
     if not shard.shape.numel():
         return False
     usable = alike
-    if tensor.numel():
-        least, most = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
+    if extremes is not None:
+        least, most = extremes  # NaN if any value is NaN
         usable = usable and lowest <= least and -math.inf < least and most < math.inf
     # A sum, because a NaN could get lost in a maximum.
     return not (yield from total(not usable))[0]
