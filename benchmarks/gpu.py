@@ -5,19 +5,23 @@
 Needs nothing but this repository and a device. The weights are bfloat16, with float32 master weights that AdamW
 updates. The text is drawn from a random Markov chain over as many tokens as GPT-2 has. It is measured
 
-- how long a save blocks training and when it is on the disk: dynaquant with a metric on batches and without,
-  ``torch.save``, DCP's ``save`` and ``async_save``, one after another in the same training;
+- how long a save blocks training and when it is on the disk: dynaquant with a metric on batches, without one, and
+  without loss, ``torch.save``, DCP's ``save`` and ``async_save``, one after another in the same training;
+- how long a restore takes, and how much memory of the device saves take;
 - how many bytes a save brings from the device to the host, by PyTorch's profiler (CUDA only);
 - how much longer steps take while a Checkpointer is open;
-- where a training with crashes ends, beside the same training without;
-- how long histograms and clusters of 100 million values take, beside Lloyd's algorithm by PyTorch operations.
+- how long histograms, quantiles and clusters of 100 million values take, beside PyTorch's operations, and CuPy's if it
+  is installed;
+- where a training with crashes ends, beside the same training without.
 
-``--device cpu --size tiny`` shows within a minute that everything works.
+``--device cpu --size tiny`` shows within a minute that everything works. Results are printed as they come; with
+``--out``, they are also written as JSON and as a page.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -27,138 +31,41 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from results import Table, machine, sentence, show
-from torch import Tensor, nn
+from gpu_training import SIZES, Size, Training, synchronize
+from results import Table, machine, publish, sentence, show
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
-from torch.nn import functional as F
 
-import dynaquant as dq
-from dynaquant.demo.models import GPT
 from dynaquant.engine.quantize.kmeans import codebook
 from dynaquant.engine.tensors.log_histogram import LogHistogram
 
-SUCCESSORS = 16
-"""Tokens that may follow a token; each is half as probable as the one before."""
 CLUSTERS = 16
-BATCHES = 8
-"""Held-out batches of the metric."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a model, of its batches, and of the values that are clustered."""
-
-    vocabulary: int
-    context: int
-    width: int
-    layers: int
-    heads: int
-    batch: int
-    values: int
-
-
-SIZES = {
-    "gpt2": Size(50_257, 256, 768, 12, 12, 16, 100_000_000),
-    "tiny": Size(300, 16, 32, 2, 2, 4, 100_000),
-}
-
-
-class Text:
-    """Batches of token ids from a Markov chain, the same for the same seed."""
-
-    def __init__(self, size: Size, device: str, seed: int) -> None:
-        self._size, self._device = size, device
-        shape = size.vocabulary, SUCCESSORS
-        self._successors = torch.randint(size.vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(device)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def batch(self) -> Tensor:
-        """Return token ids, int64 (batch, context + 1)."""
-        size = self._size
-        draws = torch.rand(size.batch, size.context, generator=self._generator)
-        choices = (-(1 - draws).log2()).long().clamp(max=SUCCESSORS - 1).to(self._device)
-        found = [torch.randint(size.vocabulary, (size.batch,), generator=self._generator).to(self._device)]
-        for at in range(size.context):
-            found.append(self._successors[found[-1], choices[:, at]])
-        return torch.stack(found, dim=1)
-
-
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a batch in nats."""
-    logits = model(ids[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-
-
-class Training:
-    """A model in bfloat16, its float32 master weights, and AdamW on these."""
-
-    def __init__(self, size: Size, device: str) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(size.vocabulary, size.context, size.width, size.layers, size.heads).to(device, torch.bfloat16)
-        self.weights: list[Tensor] = list(self.model.parameters())
-        self.masters = nn.ParameterList(nn.Parameter(weight.detach().float()) for weight in self.weights)
-        self.optimizer = torch.optim.AdamW(self.masters.parameters(), 3e-4)
-        self.text = Text(size, device, 1)
-        held_out = Text(size, device, 2)
-        self.held_out = [held_out.batch() for _ in range(BATCHES)]
-
-    def step(self) -> None:
-        loss_of(self.model, self.text.batch()).backward()  # type: ignore[no-untyped-call]
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            assert weight.grad is not None
-            master.grad, weight.grad = weight.grad.float(), None
-        self.optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(self.weights, list(self.masters))
-
-    def steps(self, count: int) -> float:
-        """Return the seconds that a step takes."""
-        synchronize()
-        began = time.perf_counter()
-        for _ in range(count):
-            self.step()
-        synchronize()
-        return (time.perf_counter() - began) / count
-
-    def loss(self) -> float:
-        with torch.no_grad():
-            return statistics.fmean(loss_of(self.model, batch).item() for batch in self.held_out)
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "masters": self.masters.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-
-    def checkpointer(self, folder: Path, metric: bool = True) -> dq.Checkpointer:
-        evaluate = dq.LossOn(self.held_out, loss_of) if metric else None
-        extras = {"masters": self.masters, "text": self.text._generator}
-        return dq.Checkpointer(folder, self.model, self.optimizer, extras=extras, evaluate=evaluate)
-
-
-def synchronize() -> None:
-    """Wait for the device, if there is one."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
+SHARES = 0.1, 0.995
+"""Of the quantiles."""
 
 Saver = Callable[[int], Callable[[], object]]
 """Begins to save a step; returns a function that waits until the checkpoint is on the disk."""
+
+OWN: dict[str, dict[str, Any]] = {
+    "dynaquant": {},
+    "dynaquant, no metric": {"metric": False},
+    "dynaquant, lossless": {"metric": False, "quality": "lossless"},
+}
+"""Arguments of ``Training.checkpointer``."""
+METHODS = *OWN, "torch.save", "DCP", "DCP async_save"
 
 
 @contextmanager
 def saver(method: str, training: Training, folder: Path) -> Iterator[Saver]:
     """Open a method of saving."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is why ``no_dist`` is given
-    if method.startswith("dynaquant"):
-        with training.checkpointer(folder, metric=method == "dynaquant") as checkpointer:
+    if method in OWN:
+        with training.checkpointer(folder, **OWN[method]) as checkpointer:
             yield lambda step: checkpointer.save(step).result
         return
 
@@ -182,31 +89,66 @@ def saver(method: str, training: Training, folder: Path) -> Iterator[Saver]:
     yield savers[method]
 
 
-METHODS = "dynaquant", "dynaquant, no metric", "torch.save", "DCP", "DCP async_save"
+def timed(action: Callable[[], object]) -> float:
+    """Return how many seconds an action takes, on the device, too."""
+    synchronize()
+    began = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - began
 
 
 def measure_saves(training: Training, every: int, scratch: Path) -> dict[str, dict[str, float]]:
-    """Return for each method the median seconds that saves block and take, and the bytes on the disk of the last."""
+    """Return for each method the median seconds that saves block and take, and the bytes on the disk of the last.
+
+    Memory: the peak of what saves take on the device, in bytes.
+    """
     found = {}
     for method in METHODS:
         folder = scratch / method
         folder.mkdir()
-        blocked, whole, sizes = [], [], [0]
+        blocked, whole, sizes, taken = [], [], [0], [0]
         with saver(method, training, folder) as save:
             for number in range(1, 5):
                 training.steps(every)
+                before = start_of_memory()
                 began = time.perf_counter()
                 wait = save(number)
                 blocked.append(time.perf_counter() - began)
                 wait()
                 whole.append(time.perf_counter() - began)
+                taken.append(0 if before is None else torch.cuda.max_memory_allocated() - before)
                 sizes.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         later = slice(1, None)  # the first save warms up
         found[method] = {
             "blocked": statistics.median(blocked[later]),
             "on disk": statistics.median(whole[later]),
             "bytes": sizes[-1] - sizes[-2],
+            "memory": max(taken),
         }
+    return found
+
+
+def start_of_memory() -> int | None:
+    """Return the bytes that are allocated on the device, and measure the peak from here; None without CUDA."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def measure_restores(training: Training, device: str, scratch: Path) -> dict[str, float]:
+    """Return the median seconds of restores of the fourth checkpoint, whose files are in the system's cache."""
+
+    def median(action: Callable[[], object]) -> float:
+        return statistics.median(timed(action) for _ in range(3))
+
+    found = {}
+    for method, options in OWN.items():
+        with training.checkpointer(scratch / method, **options) as checkpointer:
+            found[method] = median(checkpointer.restore)
+    file = scratch / "torch.save" / "4.pt"
+    found["torch.load"] = median(lambda: training.load(torch.load(file, map_location=device)))
     return found
 
 
@@ -217,7 +159,7 @@ def crossed(training: Training, folder: Path) -> int | None:
     with training.checkpointer(folder) as checkpointer:
         checkpointer.save(1).result()
         training.steps(10)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             checkpointer.save(2).result()
         trace = folder / "trace.json"
         profile.export_chrome_trace(str(trace))
@@ -275,61 +217,129 @@ def lloyd(values: Tensor, clusters: int, rounds: int = 25) -> Tensor:
 
 
 def measure_clusters(size: Size, device: str) -> dict[str, float]:
-    """Return the seconds of a histogram and of clusters from it, and of clusters from all values."""
+    """Return the seconds of a histogram, of quantiles and clusters from it, and of the same from all values."""
     values = torch.randn(size.values, device=device) * 0.02
-
-    def seconds(action: Callable[[], object]) -> float:
-        action()
-        synchronize()
-        began = time.perf_counter()
-        action()
-        synchronize()
-        return time.perf_counter() - began
-
     histogram = LogHistogram.of(values)
-    return {
-        "histogram": seconds(lambda: LogHistogram.of(values)),
-        "clusters of the histogram": seconds(lambda: codebook(histogram, CLUSTERS)),
-        "clusters of all values (Lloyd, 25 rounds)": seconds(lambda: lloyd(values, CLUSTERS)),
+
+    def sorted_quantiles() -> list[float]:
+        ordered = values.abs().sort().values
+        return [float(ordered[int(share * (len(ordered) - 1))]) for share in SHARES]
+
+    tasks: dict[str, Callable[[], object]] = {
+        "histogram": lambda: LogHistogram.of(values),
+        "quantiles: histogram and look-up": lambda: [LogHistogram.of(values).quantile(share) for share in SHARES],
+        "quantiles: PyTorch's sort": sorted_quantiles,
     }
+    if device == "cuda" and importlib.util.find_spec("cupy") is not None:
+        import cupy  # type: ignore[import-not-found]  # noqa: PLC0415
+
+        def quantiles_by_cupy() -> None:
+            cupy.quantile(cupy.abs(cupy.from_dlpack(values)), cupy.array(SHARES))
+            cupy.cuda.Device().synchronize()
+
+        tasks["quantiles: CuPy"] = quantiles_by_cupy
+    tasks |= {
+        "clusters: histogram and k-means on it": lambda: codebook(LogHistogram.of(values), CLUSTERS),
+        "clusters: only k-means on the histogram": lambda: codebook(histogram, CLUSTERS),
+        "clusters: Lloyd on all values, 25 rounds": lambda: lloyd(values, CLUSTERS),
+    }
+    found = {}
+    for name, task in tasks.items():
+        task()  # warms up
+        found[name] = statistics.median(timed(task) for _ in range(3))
+    return found
 
 
-def measure(size: Size, device: str, steps: int, every: int, crashes: int) -> dict[str, Any]:
-    """Return all figures."""
+Shown = list[Table | str]
+
+
+def table_of_saves(found: dict[str, Any]) -> Shown:
+    """Return the saves."""
+    saves, restores = found["saves"], found["restores"]
+    reference = saves["torch.save"]
+    rows = []
+    for name, each in saves.items():
+        seconds = [f"{each[key]:.3f} s ({each[key] / reference[key]:.2f}×)" for key in ("blocked", "on disk")]
+        restored = restores.get("torch.load" if name == "torch.save" else name)
+        cell = "" if restored is None else f"{restored:.3f} s ({restored / restores['torch.load']:.2f}×)"
+        memory = "" if found["crossed"] is None else f"{each['memory'] / 1e6:,.0f} MB"
+        rows.append([name, *seconds, cell, f"{each['bytes'] / 1e6:,.1f} MB", memory])
+    title = f"A save of {found['weights'] / 1e6:.1f} M weights with AdamW and master weights"
+    columns = ["method", "blocks", "on disk after", "restore", "size", "memory of the device"]
+    return [Table(title, columns, rows)]
+
+
+def lines_on_steps(found: dict[str, Any]) -> Shown:
+    """Return what a save brings to the host, and how long steps take."""
+    shown: Shown = []
+    if found["crossed"] is not None:
+        per_weight = found["crossed"] / found["weights"]
+        shown.append(f"A save brings {found['crossed'] / 1e6:.1f} MB to the host: {per_weight:.2f} bytes for a weight.")
+    step = found["step"] * 1000
+    return [*shown, f"A step takes {step:.1f} ms, {found['overhead']:.3f} times that with a Checkpointer."]
+
+
+def table_of_clusters(found: dict[str, Any]) -> Shown:
+    """Return histograms, quantiles and clusters."""
+    rows = [[name, f"{value * 1000:.1f} ms"] for name, value in found["clusters"].items()]
+    return [Table(f"{found['values']:,} values", ["what", "time"], rows)]
+
+
+def line_on_crashes(found: dict[str, Any]) -> Shown:
+    """Return where the trainings end."""
+    worse = found["crashed"] / found["undisturbed"] - 1
+    steps, crashes = found["steps"], found["crashes"]
+    return [
+        f"Held-out loss after {steps} steps: {found['undisturbed']:.4f} without crashes, {found['crashed']:.4f} with "
+        f"{crashes} ({worse:+.2%})."
+    ]
+
+
+def measure(
+    size: Size, device: str, steps: int, every: int, crashes: int, shown: Callable[[Shown], None]
+) -> dict[str, Any]:
+    """Return all figures. shown: is given what there is to show, as soon as it is known."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         training = Training(size, device)
         training.steps(3)  # warms up
         weights = sum(weight.numel() for weight in training.weights)
-        found: dict[str, Any] = {"weights": weights, "step": training.steps(max(every // 2, 2))}
-        found["saves"] = measure_saves(training, every, scratch)
+        found: dict[str, Any] = {"weights": weights, "values": size.values, "steps": steps, "crashes": crashes}
+        found["step"] = training.steps(max(every // 2, 2))
         found["crossed"] = crossed(training, scratch / "crossed")
+        found["saves"] = measure_saves(training, every, scratch)
+        found["restores"] = measure_restores(training, device, scratch)
+        shown(table_of_saves(found))
         found["overhead"] = overhead(training, max(every // 4, 2), scratch / "overhead")
+        shown(lines_on_steps(found))
         del training
+        found["clusters"] = measure_clusters(size, device)
+        shown(table_of_clusters(found))
         found["undisturbed"], found["crashed"] = disturbed(size, device, steps, every, crashes, scratch / "crashes")
-    return found | {"clusters": measure_clusters(size, device)}
+        shown(line_on_crashes(found))
+    return found
 
 
-def tables(found: dict[str, Any], crashes: int) -> list[Table | str]:
-    """Return what was measured, to be shown."""
-    reference = found["saves"]["torch.save"]
-    rows = []
-    for name, each in found["saves"].items():
-        seconds = [f"{each[key]:.3f} s ({each[key] / reference[key]:.2f}×)" for key in ("blocked", "on disk")]
-        rows.append([name, *seconds, f"{each['bytes'] / 1e6:.1f} MB"])
-    title = f"A save of {found['weights'] / 1e6:.1f} M weights with AdamW and master weights"
-    shown: list[Table | str] = [Table(title, ["method", "blocks", "on disk after", "size"], rows)]
-    if found["crossed"] is not None:
-        per_weight = found["crossed"] / found["weights"]
-        shown.append(f"A save brings {found['crossed'] / 1e6:.1f} MB to the host: {per_weight:.2f} bytes for a weight.")
-    shown.append(f"A step takes {found['step'] * 1000:.1f} ms, {found['overhead']:.3f} times that with a Checkpointer.")
-    worse = found["crashed"] / found["undisturbed"] - 1
-    shown.append(
-        f"Held-out loss at the end: {found['undisturbed']:.4f} without crashes, {found['crashed']:.4f} with {crashes} "
-        f"({worse:+.2%})."
-    )
-    clusters = [[name, f"{value * 1000:.1f} ms"] for name, value in found["clusters"].items()]
-    return [*shown, Table("Clusters", ["what", "time"], clusters)]
+def page(shown: Shown, command: str, described: str) -> str:
+    """Return the page."""
+    parts = [each.in_markdown() if isinstance(each, Table) else each for each in shown]
+    together = "\n\n".join(parts)
+    return f"""# On a GPU
+
+```
+{command}
+```
+
+{together}
+
+- *Blocks* and *on disk after* are also given as multiples of `torch.save` with fsync; *restore* as a multiple of
+  `torch.load` to the device and `load_state_dict`. Files are in the system's cache. The state is that of the fourth
+  save: dynaquant's default reads four files. Saves with a metric include its evaluations.
+- *Memory of the device* is the peak of what a save allocates there.
+- Weights are bfloat16, with float32 master weights; the text is drawn from a Markov chain. Saves are 100 steps apart.
+
+{described}
+"""
 
 
 def main() -> None:
@@ -340,14 +350,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="of the training with crashes")
     parser.add_argument("--every", type=int, default=100, help="steps between saves")
     parser.add_argument("--crashes", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="folder for gpu.json")
+    parser.add_argument("--out", type=Path, help="folder for gpu.json and gpu.md")
     arguments = parser.parse_args()
-    found = measure(SIZES[arguments.size], arguments.device, arguments.steps, arguments.every, arguments.crashes)
+    together: Shown = []
+
+    def shown(new: Shown) -> None:
+        together.extend(new)
+        show(*new, width=130)
+
+    size, steps, every = SIZES[arguments.size], arguments.steps, arguments.every
+    found = measure(size, arguments.device, steps, every, arguments.crashes, shown)
     assert math.isfinite(found["crashed"])
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
-    show(*tables(found, arguments.crashes), f"Device: {device}. {sentence(machine('torch'))}", width=100)
+    described = f"Device: {device}. {sentence(machine('torch'))}"
+    show(described, width=130)
     if arguments.out is not None:
-        (arguments.out / "gpu.json").write_text(json.dumps({"device": device, **found}, indent=1) + "\n")
+        command = f"python benchmarks/gpu.py --steps {steps} --every {every} --crashes {arguments.crashes}"
+        publish(arguments.out, "gpu", {"device": device, **found}, None, page(together, command, described))
 
 
 if __name__ == "__main__":

@@ -3,18 +3,30 @@
 import math
 
 import pytest
-from gpu import METHODS, SIZES, Training, lloyd, measure, tables
+from gpu import METHODS, Table, lloyd, measure, page
+from gpu_training import SIZES, Text, Training
 
 torch = pytest.importorskip("torch", "2.6")  # torch.accelerator
 
 
 @pytest.mark.slow
 def test_everything_is_measured_on_the_host():
-    found = measure(SIZES["tiny"], "cpu", steps=30, every=5, crashes=2)
+    shown = []
+    found = measure(SIZES["tiny"], "cpu", 30, 5, 2, shown.extend)
     assert found["saves"].keys() == set(METHODS)
-    assert all(value > 0 for each in found["saves"].values() for value in each.values())
+    timed = [value for each in found["saves"].values() for key, value in each.items() if key != "memory"]
+    assert all(value > 0 for value in [*timed, *found["restores"].values(), *found["clusters"].values()])
     assert math.isclose(found["crashed"], found["undisturbed"], rel_tol=0.05)
-    assert len(tables(found, 2)) == 4  # no profile without CUDA
+    assert len(shown) == 4  # no profile without CUDA
+    assert all(each.title in page(shown, "", "") for each in shown if isinstance(each, Table))
+
+
+def test_the_text_goes_on_from_its_state():
+    text, other = Text(SIZES["tiny"], "cpu", 1), Text(SIZES["tiny"], "cpu", 1)
+    for _ in range(300):
+        batch = text.batch()
+    other.load_state_dict({"next": 299})
+    assert torch.equal(other.batch(), batch)
 
 
 def test_the_text_can_be_learned():

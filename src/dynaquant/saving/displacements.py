@@ -65,8 +65,8 @@ class Displacements:
     def since_the_start(self, shards: Shards) -> dict[str, float]:
         """Return the root mean square displacement of each parameter, by name in the state. Collective with shards."""
         parameters = _parameters(self.model)  # a rank may hold nothing of a tensor, but must count it
-        now = sampled_values(parameters, SAMPLE)
-        sums = {name: _squares(now.get(name), self.reference.get(name)) for name in parameters}
+        squares_of = _squares(sampled_values(parameters, SAMPLE), self.reference)
+        sums = {name: squares_of.get(name, [0.0, 0.0]) for name in parameters}
         return {
             name: math.sqrt(self.earlier.get(name, 0.0) + (squares / count if count else 0.0))
             for name, (squares, count) in shards.sums(sums).items()
@@ -84,11 +84,19 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {n: p for n, p in local.items() if type(p) in (Tensor, nn.Parameter) and p.dtype in QUANTIZABLE_DTYPES}
 
 
-def _squares(now: NDArray[np.float64] | None, before: NDArray[np.float64] | None) -> list[float]:
-    """Return the sum of squared changes, and the number of values that it adds up."""
-    if now is None or before is None or before.shape != now.shape:
-        return [0.0, 0.0]
+def _squares(
+    now: Mapping[str, NDArray[np.float64]], before: Mapping[str, NDArray[np.float64]]
+) -> dict[str, list[float]]:
+    """Return the sum of squared changes of each sample, and the number of values that it adds up. Samples have values.
+
+    Those of all parameters are one array: a model may have ten thousand.
+    """
+    names = [name for name, values in now.items() if name in before and before[name].shape == values.shape]
+    if not names:
+        return {}
+    begins = np.cumsum([0, *(len(now[name]) for name in names[:-1])])
     with np.errstate(invalid="ignore", over="ignore"):  # infinite values
-        changed = np.square(now - before)
+        changed = np.square(np.concatenate([now[n] for n in names]) - np.concatenate([before[n] for n in names]))
     known = np.isfinite(changed)
-    return [float(changed[known].sum()), float(known.sum())]
+    sums = np.add.reduceat(np.where(known, changed, 0.0), begins), np.add.reduceat(known, begins, dtype=np.float64)
+    return dict(zip(names, np.stack(sums, axis=1).tolist(), strict=True))

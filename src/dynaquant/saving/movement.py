@@ -58,7 +58,9 @@ class _SampledWeights:
     @property
     def present(self) -> NDArray[np.float64]:
         """The values of the same places now. NaN for parameters that are gone or have another shape."""
-        return _values([(p, each.at) for each in self.parameters if (p := each.present()) is not None], self.values)
+        present = ((each.present(), each.at) for each in self.parameters)
+        views = [(_sample(p, at.stop - at.start), at) for p, at in present if p is not None]
+        return _values(views, self.values)
 
 
 class Movement:
@@ -135,7 +137,7 @@ class Movement:
         views = {name: _sample(p, min(max(SAMPLE * p.numel() // whole, FEWEST), MOST)) for name, p in weights.items()}
         ends = np.cumsum([len(view) for view in views.values()], dtype=np.int64)
         slices = {name: slice(end - len(view), end) for (name, view), end in zip(views.items(), ends, strict=True)}
-        values = _values([(weights[name], slices[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
+        values = _values([(views[name], slices[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
         sizes = {name: max(p.numel(), 1) for name, p in weights.items()}  # a rank may hold nothing of a tensor
         squares = {name: sizes[name] * _mean_square(values[slices[name]]) for name in weights}
         effective = effective_mean_squares(sizes, squares, mean_squares)
@@ -159,22 +161,21 @@ class Movement:
 
 def sampled_values(parameters: Mapping[str, Tensor], size: int) -> dict[str, NDArray[np.float64]]:
     """Return up to ``size`` evenly spaced values of each parameter that is strided and not empty."""
-    strided = {name: p for name, p in parameters.items() if is_strided(p) and p.numel()}
-    lengths = [len(_sample(parameter, size)) for parameter in strided.values()]
+    views = {name: _sample(p, size) for name, p in parameters.items() if is_strided(p) and p.numel()}
+    lengths = [len(view) for view in views.values()]
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
     slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    values = _values([*zip(strided.values(), slices, strict=True)], np.empty(sum(lengths)))
-    return {name: values[at] for name, at in zip(strided, slices, strict=True)}
+    values = _values([*zip(views.values(), slices, strict=True)], np.empty(sum(lengths)))
+    return {name: values[at] for name, at in zip(views, slices, strict=True)}
 
 
-def _values(parameters: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return samples of parameters, each at its place in an array as long as ``like``, with NaN at all other places.
+def _values(samples: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return samples, each at its place in an array as long as ``like``, with NaN at all other places.
 
     Copies all samples of one device and dtype to the host at once.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, slice]]] = {}
-    for parameter, at in parameters:
-        view = _sample(parameter, at.stop - at.start)
+    for view, at in samples:
         groups.setdefault((view.device, view.dtype), []).append((view, at))
     found = np.full(like.shape, math.nan)
     for group in groups.values():
@@ -190,10 +191,14 @@ def _values(parameters: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64
 def _sample(parameter: Tensor, size: int) -> Tensor:
     """Return a view of up to ``size`` evenly spaced values, in the order of the memory."""
     tensor = parameter.detach()
+    if tensor.ndim == 1 and len(tensor) <= size:
+        return tensor
     if not tensor.is_contiguous():
         strides = tensor.stride()
         tensor = tensor.permute(sorted(range(tensor.ndim), key=lambda i: -strides[i]))
     flat = tensor.reshape(-1)
+    if len(flat) <= size:
+        return flat
     pace = max(len(flat) // size, 1)
     pace -= pace > 1 and pace % 2 == 0  # rows often have an even length: an even pace would stay in some columns
     return flat[::pace][:size]

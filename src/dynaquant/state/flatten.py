@@ -107,8 +107,10 @@ class _Flattener:
             raise StateError(f"{path or 'the state'}: {problem}")
         if (part := part_problem(tensor)) is not None:
             self.parts[path] = part
-        kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-        plain = tensor.detach() if is_sharded(tensor) else tensor.detach().resolve_conj().resolve_neg()
+        kind = "tensor" if type(tensor) is Tensor or not isinstance(tensor, torch.nn.Parameter) else "parameter"
+        plain = tensor.detach()
+        if not is_sharded(tensor) and (plain.is_neg() or plain.is_conj()):
+            plain = plain.resolve_conj().resolve_neg()
         node = self._node_of(kind, plain, path)
         if tensor.requires_grad != (kind == "parameter"):
             node["requires_grad"] = tensor.requires_grad

@@ -76,7 +76,8 @@ def labels(
 
     Raises StateError for a pattern that matches no tensor, an unknown role, or one that no matching tensor can have.
     """
-    result = {name: Label("exact") for name in tensors}
+    result = dict.fromkeys(tensors, Label("exact"))
+    of_role: dict[Role, Label] = {}
     frozen = untrained(objects, updated)
     parameters: dict[str, str] = {}  # each name of a parameter, and its first name, which is among the tensors
     for prefix, thing in objects.items():
@@ -84,22 +85,23 @@ def labels(
             result.update(_module_labels(prefix, thing, tensors, vectors, frozen))
             parameters.update(_parameter_names(prefix, thing))
         elif isinstance(thing, torch.optim.Optimizer):
-            for name in tensors:
-                if name.startswith(f"{prefix}.state.") and prefix not in exact:
-                    result[name] = Label(optimizer_role(name, tensors))
+            own = f"{prefix}.state."
+            for name in tensors if prefix not in exact else ():
+                if name.startswith(own) and (role := optimizer_role(name, tensors)) != "exact":
+                    result[name] = of_role.setdefault(role, Label(role))
         for name in averages_in(prefix, thing, tensors):
             if quantizable(tensors[name], vectors):
                 result[name] = replace(result[name], role="average")
     named = {**{name: name for name in result}, **parameters}
     first_names = set(parameters.values())
     owners = {name: owner for name in result if (owner := owner_of(name, first_names)) is not None}
-    for pattern, role in (overrides or {}).items():
+    for pattern, wanted in (overrides or {}).items():
         # Most patterns that a program makes are names; there may be thousands.
         names = [pattern] if pattern in named else [name for name in named if matches(name, pattern, objects)]
         chosen = {parameters.get(name, name) for name in names}
         # A wrapper is not among the tensors, but its inner tensors are.
         wrapped = {name for name, owner in owners.items() if owner in chosen and owner not in result}
-        _override(result, tensors, parameters, pattern, role, (chosen & result.keys()) | wrapped)
+        _override(result, tensors, parameters, pattern, wanted, (chosen & result.keys()) | wrapped)
     omitted = (name for name, label in result.items() if label.role == "omit")
     trained = parameters.keys() - frozen
     if changing := sorted(name for name in omitted if owners.get(name, name) in trained):
@@ -159,7 +161,8 @@ def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
     # Centered RMSprop takes the root of square_avg - grad_avg²: rounding could make the difference negative.
     if key == "square_avg" and f"{state}.grad_avg" in tensors:
         return "exact"
-    return _MOMENTS.get(key, "exact") if tensors[name].dtype in QUANTIZABLE_DTYPES else "exact"
+    role = _MOMENTS.get(key, "exact")
+    return role if role == "exact" or tensors[name].dtype in QUANTIZABLE_DTYPES else "exact"
 
 
 def quantizable(parameter: Tensor, vectors: bool = False) -> bool:
@@ -186,16 +189,16 @@ def _module_labels(
     for path, child in module.named_modules():
         prefix = f"{object_name}.{paths[path]}." if paths[path] else f"{object_name}."
         kind = layer_type(child)
+        weight, exact = Label("weight", kind), Label("exact", kind)
         for name, parameter in child._parameters.items():
             tensor = tensors.get(prefix + name)
             # Only the first name of a tied tensor is among the tensors; its module gives the layer type.
             if tensor is not None:
                 trains = _is_of_model(object_name) and prefix + name not in frozen
-                role: Role = "weight" if trains and quantizable(tensor, vectors) else "exact"
-                found[prefix + name] = Label(role, kind)
+                found[prefix + name] = weight if trains and quantizable(tensor, vectors) else exact
             elif is_wrapper(parameter):
                 inner = (f"{prefix}{name}.{path}" for path in inner_tensors(parameter))
-                found.update({path: Label("exact", kind) for path in inner if path in tensors})
+                found.update({path: exact for path in inner if path in tensors})
         for name in child._buffers:
             if prefix + name in tensors:
                 found[prefix + name] = Label("buffer", kind)

@@ -197,7 +197,7 @@ def _copied_in_background(tensor: Tensor) -> Callable[[], NDArray[Any]]:
 
     def finish() -> NDArray[Any]:
         getattr(torch, tensor.device.type).current_stream(tensor.device).synchronize()
-        return pinned.numpy().copy()  # frees the pinned memory, which is scarce
+        return empty(tensor.shape, tensor.dtype).copy_(pinned).numpy()  # frees the pinned memory, which is scarce
 
     return finish
 

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine import kernels
@@ -70,9 +68,14 @@ def quantize_moments(
         assert shape == shard.local_shape, name
         return shard
 
-    def small_values_of(name: str) -> NDArray[np.float32] | None:
-        # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
-        return None if reduce is not None else small_values(tensors[name])
+    def of_role(role: Role) -> list[str]:
+        return [name for name in tensors if labels[name].role == role]
+
+    moments = [*of_role("second_moment"), *of_role("first_moment")]
+    # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
+    alone = moments if reduce is None else []
+    small = {name: values for name in alone if (values := small_values(tensors[name])) is not None}
+    known = kernels.all_extremes({n: tensors[n] for n in moments if kernels.runs_on(tensors[n].device)})
 
     def extremes_of(name: str) -> tuple[float, float] | None:
         if name not in known and tensors[name].numel():
@@ -85,7 +88,7 @@ def quantize_moments(
 
     def second(name: str) -> Reduction[QuantizedTensor | RankOne | None]:
         tensor = tensors[name]
-        if (values := small_values_of(name)) is not None:
+        if (values := small.get(name)) is not None:
             return quantize_small_second_moment(values, tensor.shape, second_tolerance)
         shard = shard_of(name, tensor.shape)
         if (yield from _usable(extremes_of(name), shard, lowest=0.0)):
@@ -105,8 +108,8 @@ def quantize_moments(
         if stored is None:
             return None
         tensor = tensors[name]
-        are_small = small_values_of(divisor) is not None and tensor.shape == stored.shape and tolerance < math.inf
-        if are_small and (values := small_values_of(name)) is not None:
+        are_small = divisor in small and tensor.shape == stored.shape and tolerance < math.inf
+        if are_small and (values := small.get(name)) is not None:
             return quantize_small_first_moment(values, stored, divisor, tolerance)
         shard = shard_of(name, tensor.shape)
         if (yield from _usable(extremes_of(name), shard, alike=shard_of(divisor, stored.shape) == shard)):
@@ -126,11 +129,6 @@ def quantize_moments(
             return (yield from quantize_momentum(tensor, tolerance, shard))
         return None
 
-    def of_role(role: Role) -> list[str]:
-        return [name for name in tensors if labels[name].role == role]
-
-    moments = [*of_role("second_moment"), *of_role("first_moment")]
-    known = kernels.all_extremes({n: tensors[n] for n in moments if kernels.runs_on(tensors[n].device)})
     seconds = run_in_windows(of_role("second_moment"), second, size, reduce)
     firsts = run_in_windows(of_role("first_moment"), first, size, reduce)
     return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
