@@ -49,7 +49,7 @@ def part_problem(tensor: Tensor) -> str | None:
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part that this rank holds, detached and in the same memory; a plain tensor itself, detached."""
     if not is_sharded(tensor):
-        return tensor.detach() if tensor.requires_grad else tensor
+        return tensor.detach()
     if tensor.device_mesh.get_coordinate() is None:
         return torch.empty(shard_of(tensor).local_shape, dtype=tensor.dtype)
     return _part(tensor)

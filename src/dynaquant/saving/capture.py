@@ -104,7 +104,8 @@ def capture(
         _refuse_omitted(omitted)
     tree = without_tensors(tree, omitted) if omitted else tree
     left_out = {*omitted, *rank_0_only, *(division.shards.held if division is not None else ())}
-    here = {name: local_of(tensor) for name, tensor in tensors.items()}  # a rank may hold more than rank 0 does
+    # A rank may hold more than rank 0 does.
+    here = local if division is None else {name: local_of(tensor) for name, tensor in tensors.items()}
     differences = find_differences(tree, here, left_out, objects, differed, group)
     notes = differences.note(label_of)
     for note in notes if group.rank == 0 and set(differences.names) != set(differed or ()) else ():
