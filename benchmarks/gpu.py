@@ -48,6 +48,9 @@ CLUSTERS = 16
 SHARES = 0.1, 0.995
 """Of the quantiles."""
 
+SAVES = 3
+"""By each method. The first one warms up."""
+
 Saver = Callable[[int], Callable[[], object]]
 """Begins to save a step; returns a function that waits until the checkpoint is on the disk."""
 
@@ -109,7 +112,7 @@ def measure_saves(training: Training, every: int, scratch: Path) -> dict[str, di
         folder.mkdir()
         blocked, whole, sizes, taken = [], [], [0], [0]
         with saver(method, training, folder) as save:
-            for number in range(1, 5):
+            for number in range(1, SAVES + 1):
                 training.steps(every)
                 before = start_of_memory()
                 began = time.perf_counter()
@@ -119,10 +122,9 @@ def measure_saves(training: Training, every: int, scratch: Path) -> dict[str, di
                 whole.append(time.perf_counter() - began)
                 taken.append(0 if before is None else torch.cuda.max_memory_allocated() - before)
                 sizes.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
-        later = slice(1, None)  # the first save warms up
         found[method] = {
-            "blocked": statistics.median(blocked[later]),
-            "on disk": statistics.median(whole[later]),
+            "blocked": statistics.median(blocked[1:]),
+            "on disk": statistics.median(whole[1:]),
             "bytes": sizes[-1] - sizes[-2],
             "memory": max(taken),
         }
@@ -138,7 +140,7 @@ def start_of_memory() -> int | None:
 
 
 def measure_restores(training: Training, device: str, scratch: Path) -> dict[str, float]:
-    """Return the median seconds of restores of the fourth checkpoint, whose files are in the system's cache."""
+    """Return the median seconds of restores of the last checkpoint, whose files are in the system's cache."""
 
     def median(action: Callable[[], object]) -> float:
         return statistics.median(timed(action) for _ in range(3))
@@ -147,7 +149,7 @@ def measure_restores(training: Training, device: str, scratch: Path) -> dict[str
     for method, options in OWN.items():
         with training.checkpointer(scratch / method, **options) as checkpointer:
             found[method] = median(checkpointer.restore)
-    file = scratch / "torch.save" / "4.pt"
+    file = scratch / "torch.save" / f"{SAVES}.pt"
     found["torch.load"] = median(lambda: training.load(torch.load(file, map_location=device)))
     return found
 
@@ -296,9 +298,9 @@ def line_on_crashes(found: dict[str, Any]) -> Shown:
 
 
 def measure(
-    size: Size, device: str, steps: int, every: int, crashes: int, shown: Callable[[Shown], None]
+    size: Size, device: str, steps: int, every: int, crashes: int, show_more: Callable[[Shown, dict[str, Any]], object]
 ) -> dict[str, Any]:
-    """Return all figures. shown: is given what there is to show, as soon as it is known."""
+    """Return all figures. show_more: is given what there is to show, as soon as it is known, and all figures so far."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         training = Training(size, device)
@@ -309,14 +311,14 @@ def measure(
         found["crossed"] = crossed(training, scratch / "crossed")
         found["saves"] = measure_saves(training, every, scratch)
         found["restores"] = measure_restores(training, device, scratch)
-        shown(table_of_saves(found))
+        show_more(table_of_saves(found), found)
         found["overhead"] = overhead(training, max(every // 4, 2), scratch / "overhead")
-        shown(lines_on_steps(found))
+        show_more(lines_on_steps(found), found)
         del training
         found["clusters"] = measure_clusters(size, device)
-        shown(table_of_clusters(found))
+        show_more(table_of_clusters(found), found)
         found["undisturbed"], found["crashed"] = disturbed(size, device, steps, every, crashes, scratch / "crashes")
-        shown(line_on_crashes(found))
+        show_more(line_on_crashes(found), found)
     return found
 
 
@@ -333,8 +335,8 @@ def page(shown: Shown, command: str, described: str) -> str:
 {together}
 
 - *Blocks* and *on disk after* are also given as multiples of `torch.save` with fsync; *restore* as a multiple of
-  `torch.load` to the device and `load_state_dict`. Files are in the system's cache. The state is that of the fourth
-  save: dynaquant's default reads four files. Saves with a metric include its evaluations.
+  `torch.load` to the device and `load_state_dict`, with files in the system's cache. It is the third checkpoint, and
+  dynaquant's default reads all three. Saves with a metric include its evaluations.
 - *Memory of the device* is the peak of what a save allocates there.
 - Weights are bfloat16, with float32 master weights; the text is drawn from a Markov chain. Saves are 100 steps apart.
 
@@ -352,21 +354,21 @@ def main() -> None:
     parser.add_argument("--crashes", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder for gpu.json and gpu.md")
     arguments = parser.parse_args()
-    together: Shown = []
-
-    def shown(new: Shown) -> None:
-        together.extend(new)
-        show(*new, width=130)
-
-    size, steps, every = SIZES[arguments.size], arguments.steps, arguments.every
-    found = measure(size, arguments.device, steps, every, arguments.crashes, shown)
-    assert math.isfinite(found["crashed"])
+    steps, every, crashes = arguments.steps, arguments.every, arguments.crashes
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
     described = f"Device: {device}. {sentence(machine('torch'))}"
+    command = f"python benchmarks/gpu.py --steps {steps} --every {every} --crashes {crashes} --out docs/results"
+    together: Shown = []
+
+    def show_more(new: Shown, found: dict[str, Any]) -> None:
+        together.extend(new)
+        show(*new, width=130)
+        if arguments.out is not None:  # what is known stays if the rest is interrupted
+            publish(arguments.out, "gpu", {"device": device, **found}, None, page(together, command, described))
+
+    found = measure(SIZES[arguments.size], arguments.device, steps, every, crashes, show_more)
+    assert math.isfinite(found["crashed"])
     show(described, width=130)
-    if arguments.out is not None:
-        command = f"python benchmarks/gpu.py --steps {steps} --every {every} --crashes {arguments.crashes}"
-        publish(arguments.out, "gpu", {"device": device, **found}, None, page(together, command, described))
 
 
 if __name__ == "__main__":

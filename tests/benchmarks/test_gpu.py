@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", "2.6")  # torch.accelerator
 @pytest.mark.slow
 def test_everything_is_measured_on_the_host():
     shown = []
-    found = measure(SIZES["tiny"], "cpu", 30, 5, 2, shown.extend)
+    found = measure(SIZES["tiny"], "cpu", 30, 5, 2, lambda new, _: shown.extend(new))
     assert found["saves"].keys() == set(METHODS)
     timed = [value for each in found["saves"].values() for key, value in each.items() if key != "memory"]
     assert all(value > 0 for value in [*timed, *found["restores"].values(), *found["clusters"].values()])
