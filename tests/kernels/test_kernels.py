@@ -70,6 +70,42 @@ def test_grid_levels_of_many_blocks_are_the_same_on_every_device(where, seed, mo
     assert torch.equal(device.grid_levels(tensor.to(where), 3.0, seed)[0].cpu(), host.grid_levels(tensor, 3.0, seed)[0])
 
 
+@on_devices
+def test_small_tensors_come_to_the_host_together(where, monkeypatch):
+    monkeypatch.setattr(device, "SMALL", 100)
+    tensors = {
+        "weight": some((9, 11), torch.float32),
+        "transposed": some((4, 7), torch.bfloat16).T,
+        "scalar": torch.tensor(3.5),
+        "number": torch.tensor([True, False]),
+        "complex": torch.ones(2, 3, dtype=torch.complex64),
+        "empty": torch.zeros(0, 3),
+        "large": some((101,), torch.float32),
+    }
+    there = {name: tensor.to(where) for name, tensor in tensors.items()}
+    found = kernels.near(there)
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        stays = where == "cpu" or name in ("empty", "large")
+        assert found[name].device == torch.device(where if stays else "cpu")
+        assert stays == (found[name] is there[name])
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].cpu(), tensor)
+
+
+@on_devices
+def test_totals_and_extremes_of_many_tensors_are_those_of_each(where, monkeypatch):
+    monkeypatch.setattr(device, "SMALL", 100)
+    tensors = {str(size): some((size,), torch.float32) for size in (0, 1, 50, 5000)}
+    tensors["nan"] = torch.tensor([1.0, math.nan])
+    there = {name: tensor.to(where) for name, tensor in tensors.items()}
+    sums = {name: math.fsum(tensor.double().tolist()) for name, tensor in tensors.items()}
+    assert kernels.totals(there) == pytest.approx(sums, rel=1e-12, abs=1e-9, nan_ok=True)
+    extremes = kernels.all_extremes(there)
+    assert all(map(math.isnan, extremes.pop("nan")))
+    assert extremes == {n: (float(t.min()), float(t.max())) for n, t in tensors.items() if n not in ("0", "nan")}
+
+
 def values_on_grid(kernel, tensor, rung, seed, first=0):
     out, step = torch.full_like(tensor, math.nan), rung_value(rung)
     kernel.grid_values(tensor, float(np.float32(1) / step), float(step), seed, first, out)
