@@ -1,15 +1,16 @@
-"""The garbage collector pauses during a save, but not while a metric runs."""
+"""The garbage collector pauses during a save, but not while a metric runs, and searches little while it is written."""
 
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.garbage import collection_paused, collection_resumed
+from dynaquant.garbage import collection_paused, collection_resumed, older_objects_skipped
 
 
 def test_the_collector_runs_again_after_a_pause_and_after_an_error():
@@ -50,6 +51,54 @@ def test_other_threads_pause_nothing():
     thread.start()
     thread.join()
     assert found == [True]
+
+
+class Cycle:
+    """An object that only the collector frees."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_only_objects_that_are_made_meanwhile_are_searched():
+    older, finds = Cycle(), []
+    freed_older, freed_younger = weakref.ref(older), None
+
+    def work():
+        nonlocal older, freed_younger
+        with older_objects_skipped():
+            younger = Cycle()
+            freed_younger = weakref.ref(younger)
+            del older, younger
+            gc.collect()
+            finds.extend([freed_older() is None, freed_younger() is None])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert finds == [False, True]
+    gc.collect()
+    assert freed_older() is None
+    assert not gc.get_freeze_count()
+
+
+def test_what_the_user_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        with older_objects_skipped():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_meanwhile_searches_all_its_objects():
+    with older_objects_skipped():
+        if not (child := os.fork()):
+            os._exit(bool(gc.get_freeze_count()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert gc.get_freeze_count()
 
 
 class Extra:

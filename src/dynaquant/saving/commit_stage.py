@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from dynaquant.errors import CheckpointError
+from dynaquant.garbage import older_objects_skipped
 from dynaquant.ranks.group import Group
 from dynaquant.saving.background import BackgroundWriter
 from dynaquant.saving.division import Division
@@ -64,6 +65,7 @@ class CommitStage:
         """
         return self.thread.hand_over(partial(self._write, checkpoint, division, predicted))
 
+    @older_objects_skipped()
     def _write(self, checkpoint: Checkpoint, division: Division | None, predicted: float | None) -> Record:
         group = self._alone if division is None else self._group
         seconds: dict[str, float] = {}

@@ -262,8 +262,20 @@ class WritableRun(Run):
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
             for number in range(len(written.header.parts)):
                 open_part(written, number)
-            self.parent_of(written)
+            self._check_parent(written)
         return written
+
+    def _check_parent(self, written: CheckpointFile) -> None:
+        """Raise CheckpointError if the parent of a delta is not there, or is another checkpoint.
+
+        A file of which this object has a summary is read again only if it has changed since.
+        """
+        if (parent := written.header.parent) is not None and parent.file is None:
+            with suppress(OSError):
+                known = self._summaries.get(file_version(self.path(parent.step).stat()))
+                if known and known.identity == parent.identity and known.sequence < written.header.sequence:
+                    return
+        self.parent_of(written)
 
     @contextmanager
     def _deleted_on_error(self, temporary: Path, path: Path) -> Iterator[None]:
