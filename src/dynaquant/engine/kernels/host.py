@@ -39,8 +39,9 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def plain_values(tensor: Tensor) -> NDArray[np.float32] | None:
     """Return the values of a float32 tensor, flat, without a copy; None if its memory is not what native code reads."""
-    if tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous():
-        flat: NDArray[np.float32] = tensor.detach().numpy().reshape(-1)
+    if tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous():
+        values: NDArray[np.float32] = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        flat = values if values.ndim == 1 else values.reshape(-1)
         return flat if flat.flags.aligned else None
     return None
 
