@@ -326,7 +326,7 @@ def measure(
     return found
 
 
-def page(shown: Shown, command: str, described: str) -> str:
+def page(shown: Shown, command: str, every: int, described: str) -> str:
     """Return the page."""
     parts = [each.in_markdown() if isinstance(each, Table) else each for each in shown]
     together = "\n\n".join(parts)
@@ -343,7 +343,8 @@ def page(shown: Shown, command: str, described: str) -> str:
   dynaquant's default reads all three. Saves with a metric include its evaluations.
 - *Memory of the device* is the peak of what a save allocates there.
 - Quantiles by dynaquant take the histogram and two look-ups on the host.
-- Weights are bfloat16, with float32 master weights; the text is drawn from a Markov chain. Saves are 100 steps apart.
+- Weights are bfloat16, with float32 master weights; the text is drawn from a Markov chain. Saves are {every}
+  steps apart.
 
 {described}
 """
@@ -362,14 +363,15 @@ def main() -> None:
     steps, every, crashes = arguments.steps, arguments.every, arguments.crashes
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
     described = f"Device: {device}. {sentence(machine('torch'))}"
-    command = f"python benchmarks/gpu.py --steps {steps} --every {every} --crashes {crashes} --out docs/results"
+    chosen = f"--device {arguments.device} --size {arguments.size} --steps {steps} --every {every} --crashes {crashes}"
+    command = f"python benchmarks/gpu.py {chosen} --out DIR"
     together: Shown = []
 
     def show_more(new: Shown, found: dict[str, Any]) -> None:
         together.extend(new)
         show(*new, width=130)
         if arguments.out is not None:  # what is known stays if the rest is interrupted
-            publish(arguments.out, "gpu", {"device": device, **found}, None, page(together, command, described))
+            publish(arguments.out, "gpu", {"device": device, **found}, None, page(together, command, every, described))
 
     found = measure(SIZES[arguments.size], arguments.device, steps, every, crashes, show_more)
     assert math.isfinite(found["crashed"])

@@ -18,7 +18,7 @@ def test_everything_is_measured_on_the_host():
     assert all(value > 0 for value in [*timed, *found["restores"].values(), *found["clusters"].values()])
     assert math.isclose(found["crashed"], found["undisturbed"], rel_tol=0.05)
     assert len(shown) == 4  # no profile without CUDA
-    assert all(each.title in page(shown, "", "") for each in shown if isinstance(each, Table))
+    assert all(each.title in page(shown, "", 5, "") for each in shown if isinstance(each, Table))
 
 
 def test_the_text_goes_on_from_its_state():

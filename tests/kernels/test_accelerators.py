@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.engine.kernels import device as device_kernels
 from dynaquant.training import rng
 
 HERE = Path(__file__).parent
@@ -47,10 +48,10 @@ def test_kernels_and_trainings_run_on_an_emulated_device():
 class Training:
     """A small training on a device."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, width: int = WIDTH) -> None:
         torch.manual_seed(0)
-        self.inputs, self.wanted = torch.randn(64, WIDTH).to(device), torch.randn(64, WIDTH).to(device)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).to(device)
+        self.inputs, self.wanted = torch.randn(64, width).to(device), torch.randn(64, width).to(device)
+        self.model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, foreach=False)  # the same on every device
 
     def step(self, count: int = 1) -> None:
@@ -203,6 +204,72 @@ def test_a_restore_fills_the_tensors_of_the_emulated_device(quality, tmp_path):
     assert sent < (4.1 if quality == "lossless" else 1.1) * values + 65_536  # of levels, a byte each
 
 
+@emulates
+def test_a_device_without_memory_gets_its_values_from_the_host(monkeypatch, tmp_path):
+    training = Training("emulated")
+    with dq.Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
+        training.step()
+        checkpointer.save(1).result()
+
+        def without_memory(*_, **__):
+            raise torch.OutOfMemoryError
+
+        with torch.no_grad():
+            torch._foreach_zero_(list(training.model.parameters()))
+        monkeypatch.setattr(device_kernels, "values", without_memory)
+        checkpointer.restore()
+    loaded = dq.load(tmp_path)["model"]
+    assert all(torch.equal(each.cpu(), loaded[name]) for name, each in training.model.state_dict().items())
+
+
+@accelerates
+def test_a_frozen_weight_on_an_accelerator_is_stored_as_it_is_now(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).to(DEVICE)
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), 1e-3)
+    with dq.Checkpointer(tmp_path, model, optimizer, roles={"model.0.weight": "weight"}) as checkpointer:
+        for step in range(1, 8):
+            with torch.no_grad():
+                model[0].weight.view(-1)[5 + step] += 1.0  # between two elements of the sample
+            checkpointer.save(step).result()
+            stored = dq.load(tmp_path, step=step)["model"]["0.weight"]
+            assert float((stored - model[0].weight.cpu()).abs().max()) < 0.5
+
+
+@accelerates
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("metric", ["no metric", "batches"])
+def test_small_weights_on_an_accelerator_are_stored_as_on_the_host(metric, dtype, tmp_path):
+    """With master weights if weights are half-precision. The weights are the same on both, so all of it is."""
+    records = {}
+    for where in ("cpu", DEVICE):
+        training = Training("cpu", width=40)
+        model = training.model.to(dtype)
+        masters = nn.ParameterList(nn.Parameter(p.detach().float()) for p in model.parameters())
+        trained = model if dtype == torch.float32 else masters
+        optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+        for parameter in trained.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), list(trained.parameters()))
+        state = optimizer.state_dict()
+        model.to(where)
+        masters.to(where)
+        optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+        optimizer.load_state_dict(state)
+        training.inputs, training.wanted = training.inputs.to(where, dtype), training.wanted.to(where, dtype)
+        options = training.metric(metric) | {"extras": {"masters": masters}}
+        with dq.Checkpointer(tmp_path / where, model, optimizer, **options) as checkpointer:
+            records[where] = checkpointer.save(1).result()
+    host, there = records["cpu"], records[DEVICE]
+    assert there.judged_by == host.judged_by == ("evaluate" if metric == "batches" else "fisher distortion")
+    assert {role: each.stored for role, each in there.roles.items() if role != "exact"} == {
+        role: each.stored for role, each in host.roles.items() if role != "exact"
+    }
+
+
 @accelerates
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
 @pytest.mark.parametrize(
@@ -264,7 +331,11 @@ def test_tensors_with_a_bound_and_averages_on_an_accelerator_are_restored(tmp_pa
         before = field.cpu().clone()
         checkpointer.save(1).result()
         field.zero_()
+        averages = [parameter.detach().clone() for parameter in average.parameters()]
+        average.load_state_dict({name: torch.zeros_like(each) for name, each in average.state_dict().items()})
         checkpointer.restore()
+    for parameter, wanted in zip(average.parameters(), averages, strict=True):
+        assert torch.linalg.vector_norm(parameter - wanted) < 0.05 * torch.linalg.vector_norm(wanted)
     assert state["field"].device.type == DEVICE
     assert float((state["field"].cpu() - before).abs().max()) <= 1e-3
 

@@ -83,7 +83,7 @@ def test_small_tensors_come_to_the_host_together(where, monkeypatch):
         "large": some((101,), torch.float32),
     }
     there = {name: tensor.to(where) for name, tensor in tensors.items()}
-    found = kernels.near(there)
+    found = kernels.small_on_host(there)
     assert list(found) == list(tensors)
     for name, tensor in tensors.items():
         stays = where == "cpu" or name in ("empty", "large")

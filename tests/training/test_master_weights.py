@@ -6,6 +6,7 @@ from torch import nn, optim
 from training import bits
 
 import dynaquant as dq
+from dynaquant.store.run import Run
 
 STEP = 1
 
@@ -87,6 +88,17 @@ def test_master_weights_that_a_pattern_makes_exact_are_exact(tmp_path):
     extras = {"masters": Holder(weight=master)}
     state = stored(tmp_path, model, optimizer, extras=extras, roles={"masters.*": "exact"})
     assert bits(state["masters"]) == bits(extras["masters"].tensors)
+
+
+def test_weights_that_begin_alike_get_the_master_weights_that_are_theirs(tmp_path):
+    masters = [torch.cat((torch.ones(2000), torch.full((48,), end))).view(32, 64) for end in (1.0, 2.0, 3.0)]
+    model = nn.ParameterList(nn.Parameter(masters[i].bfloat16()) for i in (1, 2, 0))
+    optimizer = optim.SGD([master.requires_grad_() for master in masters])
+    extras = {"masters": Holder(**{str(i): master for i, master in enumerate(masters)})}
+    with dq.Checkpointer(tmp_path, model, optimizer, extras=extras) as ckpt:
+        ckpt.save(STEP).result()
+    found = {entry.name: entry.scheme for entry in Run(tmp_path).file(STEP).header.entries}
+    assert [found[f"model.{i}"].depends_on for i in range(3)] == ["masters.1", "masters.2", "masters.0"]
 
 
 def test_the_sensitivity_of_the_loss_comes_from_the_moments_of_master_weights(tmp_path):

@@ -1,4 +1,4 @@
-"""Captures the state of a training: a JSON tree, and the live tensors by name with their roles. Copies no values."""
+"""Captures the state of a training: a JSON tree, and the live tensors by name with their roles."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Captured:
     """The state of a training at a save, and the hashes and external tensors of the last checkpoint.
 
     tree: of the state, without omitted tensors. tensors: the training's own, by name; what this rank holds of those
-    that are divided. near: the same, but small ones of devices are copies in host memory. last_hashes: hashes of the
-    tensors of the last checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of frozen
-    parameters. Both are empty if there is no last checkpoint. division: of the tensors among the ranks; None if every
-    rank holds all of them. exact_optimizers: names of those whose moments are stored exactly, each with the reason.
-    updated: names of parameters that train whatever their ``requires_grad``. differences: what differs between ranks.
-    notes: for the record.
+    that are divided. small_on_host: the same, but small ones of devices are copies in host memory. last_hashes: hashes
+    of the tensors of the last checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of
+    frozen parameters. Both are empty if there is no last checkpoint. division: of the tensors among the ranks; None if
+    every rank holds all of them. exact_optimizers: names of those whose moments are stored exactly, each with the
+    reason. updated: names of parameters that train whatever their ``requires_grad``. differences: what differs between
+    ranks. notes: for the record.
     """
 
     tree: Any
     tensors: Mapping[str, Tensor]
-    near: Mapping[str, Tensor]
+    small_on_host: Mapping[str, Tensor]
     labels: Mapping[str, Label]
     last_hashes: Mapping[str, str]
     last_external: Mapping[str, External]
@@ -113,13 +113,13 @@ def capture(
     label_of = differences.exact(label_of)
     if differences.ranks:
         tree = with_ranks(tree, differences.ranks)
-    close = group.run_on_all_ranks(lambda: kernels.near(local))
+    small_on_host = group.run_on_all_ranks(lambda: kernels.small_on_host(local))
     if division is not None:
-        return Captured(tree, local, close, label_of, {}, {}, division, exact, updated, differences, notes)
+        return Captured(tree, local, small_on_host, label_of, {}, {}, division, exact, updated, differences, notes)
     return Captured(
         tree,
         local,
-        close,
+        small_on_host,
         label_of,
         last_hashes={} if base is None else base.hashes,
         last_external={} if base is None else run.frozen_files.available(base.tensors),

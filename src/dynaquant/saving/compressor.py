@@ -104,7 +104,7 @@ class Compressor:
             limit = limits.allowed
             last = self._usable_last_weights(limit, memory)
             run = self._group.run_reducing
-            compared = run(lambda: compare_weights(weights, last, source.untrained, source.hashes, source.shards))
+            compared = run(lambda: compare_weights(weights, last, source.untrained, source.hash_of, source.shards))
             bounded = run(lambda: bounded_tensors(source, self.preset))
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 
-import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
@@ -21,7 +20,7 @@ def not_finite(captured: Captured, group: Group) -> list[str]:
     """Return the names of the weights that have an infinite or NaN value on any rank. Collective."""
     weights = {
         name: tensor.detach()
-        for name, tensor in captured.near.items()
+        for name, tensor in captured.small_on_host.items()
         if captured.labels[name].role == "weight" and tensor.dtype in QUANTIZABLE_DTYPES and tensor.numel()
     }
     found = group.all_gather(group.run_on_all_ranks(lambda: _not_finite(weights)))
@@ -29,15 +28,7 @@ def not_finite(captured: Captured, group: Group) -> list[str]:
 
 
 def _not_finite(weights: dict[str, Tensor]) -> list[str]:
-    on_devices: dict[str, Tensor] = {}
-    bad = []
-    for name, tensor in weights.items():
-        if tensor.device == kernels.HOST:
-            if not all(map(math.isfinite, kernels.for_device(tensor.device).extremes(tensor))):
-                bad.append(name)
-        else:
-            on_devices[name] = torch.linalg.vector_norm(tensor, math.inf)  # the largest magnitude, or NaN
-    return bad + [name for name, largest in kernels.near(on_devices).items() if not largest.isfinite()]
+    return [name for name, both in kernels.all_extremes(weights).items() if not all(map(math.isfinite, both))]
 
 
 def said_of(names: list[str], run: Run) -> str:

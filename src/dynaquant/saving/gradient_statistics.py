@@ -60,7 +60,7 @@ class GradientStatistics:
         trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         own = self._parameters()
         known = {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
-        statistics = kernels.near(self.recorded())
+        statistics = kernels.small_on_host(self.recorded())
         recorded = {name: self._method.mean_square(statistic) for name, statistic in statistics.items()}
         return mean_squared_gradients(known, self._optimizers, recorded, shards)
 

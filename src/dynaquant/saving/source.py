@@ -12,10 +12,17 @@ from dynaquant.engine.label import Label
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.saving.division import Division
 from dynaquant.saving.training_budget import TrainingPosition
-from dynaquant.training.hash_cache import HashCache
 
 MeanSquares = Callable[[Mapping[str, Tensor]], Mapping[str, float]]
 """Returns F, the mean squared gradient, of each of these weights, as far as known. Collective if there are shards."""
+
+
+HashOf = Callable[[str], str]
+"""Returns the ``tensor_hash`` of a parameter that does not train."""
+
+
+def _unknown_parameter(name: str) -> str:
+    raise KeyError(name)
 
 
 def nothing_known(_weights: Mapping[str, Tensor]) -> Mapping[str, float]:
@@ -35,7 +42,7 @@ class Source:
     Weights: ``master_of`` has the names of master weights by those of their half-precision weights. mean_squares:
     returns F. gradients: what the method has recorded. records_gradients: whether it records at all.
     vectors_count_more: whether vectors count more than other weights if no F is known. displaced: how far the training
-    has moved each tensor. untrained: names of the parameters that do not train. hashes: of tensors that do not train.
+    has moved each tensor. untrained: names of the parameters that do not train. hash_of: returns the hash of one.
 
     All others: ``external`` has the tensors whose values are not stored. frozen: names of parameters that do not train
     and have not changed; they get a file of their own. first_tolerances: those of single first moments, in place of the
@@ -56,7 +63,7 @@ class Source:
     vectors_count_more: bool = False
     displaced: Mapping[str, float] = field(default_factory=dict)
     untrained: Collection[str] = ()
-    hashes: HashCache = field(default_factory=HashCache)
+    hash_of: HashOf = _unknown_parameter
     external: Mapping[str, External] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     first_tolerances: Mapping[str, float] = field(default_factory=dict)

@@ -93,7 +93,7 @@ class TrainingSource:
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         external = {**in_frozen_files(captured, frozen), **omitted}
         own = {name: tensor for name, tensor in captured.tensors.items() if name not in external}
-        tensors = _where_kernels_run({name: captured.near[name] for name in own})
+        tensors = _where_kernels_run({name: captured.small_on_host[name] for name in own})
         # Master weights of sharded models are stored beside their half-precision weights.
         sharded, master_of = captured.division is not None, {}
         if not sharded:
@@ -124,7 +124,7 @@ class TrainingSource:
             records_gradients=self._gradients.needed,
             displaced=displaced,
             untrained=idle,
-            hashes=self.hashes,
+            hash_of=lambda name: self.hashes.of(name, own[name]),
             external=external,
             frozen=frozen.unchanged,
             first_tolerances=tolerances,

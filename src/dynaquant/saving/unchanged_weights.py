@@ -16,8 +16,9 @@ from dynaquant.engine.forms.stored import form_of, in_one, stored_hash
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
+from dynaquant.saving.source import HashOf
 from dynaquant.store.container import Header
-from dynaquant.training.hash_cache import HashCache, samples_of
+from dynaquant.training.hash_cache import samples_of
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,16 @@ def compare_weights(
     weights: Mapping[str, Tensor],
     last: Mapping[str, LastWeight],
     untrained: Collection[str],
-    hashes: HashCache,
+    hash_of: HashOf,
     shards: Shards = WHOLE,
 ) -> ComparedWeights:
     """Compare weights with those of the last checkpoint. Collective with shards: no rank's part may have changed.
 
-    untrained: names of parameters that do not train; these are hashed through ``hashes``, which remembers. Other
-    weights are hashed only if their sample is unchanged.
+    untrained: names of parameters that do not train. hash_of: returns the hash of one of them. Other weights are hashed
+    only if their sample is unchanged.
     """
     samples = samples_of(weights)
-    hashed = {name: hashes.of(name, weights[name]) for name in weights if name in untrained}
+    hashed = {name: hash_of(name) for name in weights if name in untrained}
     for name, before in last.items():
         if name in samples and name not in hashed and before.may_equal(samples[name]):
             hashed[name] = tensor_hash(weights[name])

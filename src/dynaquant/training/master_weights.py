@@ -22,7 +22,7 @@ _FIRST = 1024
 
 def master_weights_of(
     tensors: Mapping[str, Tensor],
-    near: Mapping[str, Tensor],
+    small_on_host: Mapping[str, Tensor],
     labels: Mapping[str, Label],
     objects: Mapping[str, Any],
     patterns: Iterable[str],
@@ -32,9 +32,9 @@ def master_weights_of(
     Master weights are a float32 tensor of the same shape that rounds exactly to the weight. An optimizer must update it
     or have it in its state. Otherwise it may be an average of a constant weight, which also rounds to that weight.
 
-    tensors, labels: of a whole state. near: the same tensors, from which values are read (``kernels.near``). objects:
-    the objects whose state it is. patterns: the user's patterns for roles; a tensor that matches one never counts as
-    master weights.
+    tensors, labels: of a whole state. small_on_host: the same tensors, from which values are read. objects: the objects
+    whose state it is. patterns: the user's patterns for roles; a tensor that matches one never counts as master
+    weights.
     """
     halves = [n for n, t in tensors.items() if labels[n].role == "weight" and t.dtype in HALVES and t.numel() > 1]
     if not halves:
@@ -58,7 +58,7 @@ def master_weights_of(
         and (name.startswith(states) or tensor.data_ptr() in trained)
         and not any(matches(name, pattern, objects) for pattern in patterns)
     ]
-    return _pairs(halves, masters, near)
+    return _pairs(halves, masters, small_on_host)
 
 
 def _pairs(halves: Sequence[str], masters: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -66,7 +66,7 @@ def _pairs(halves: Sequence[str], masters: Sequence[str], tensors: Mapping[str, 
 
     On a device, most comparisons are made together, and one transfer brings their results.
     """
-    first = kernels.near({name: tensors[name].detach().reshape(-1)[:_FIRST] for name in (*halves, *masters)})
+    first = kernels.small_on_host({name: _beginning(tensors[name]) for name in (*halves, *masters)})
     alike: dict[tuple[torch.Size, torch.dtype, bytes], list[str]] = {}  # master weights, by what they may round to
     for dtype in {tensors[name].dtype for name in halves}:
         for name in masters:
@@ -74,15 +74,23 @@ def _pairs(halves: Sequence[str], masters: Sequence[str], tensors: Mapping[str, 
     fitting = {n: alike.get((tensors[n].shape, tensors[n].dtype, bytes_of(first[n]).tobytes()), []) for n in halves}
     left = {id(names): iter(names) for names in fitting.values()}
     guessed = {half: master for half, names in fitting.items() if (master := next(left[id(names)], None))}
-    right = kernels.near({half: _rounds_to(tensors[master], tensors[half]) for half, master in guessed.items()})
+    right = kernels.small_on_host(
+        {half: _rounds_to(tensors[master], tensors[half]) for half, master in guessed.items()}
+    )
     found = {half: master for half, master in guessed.items() if right[half]}
     taken = set(found.values())
-    for half in fitting.keys() - found.keys():
+    for half in (half for half in halves if half not in found):
         others = (name for name in fitting[half] if name not in taken and name != guessed.get(half))
         if (master := next((name for name in others if _rounds_to(tensors[name], tensors[half])), None)) is not None:
             found[half] = master
             taken.add(master)
     return found
+
+
+def _beginning(tensor: Tensor) -> Tensor:
+    """Return the first values, without memory for the others."""
+    flat = tensor.detach().reshape(-1)[:_FIRST]
+    return flat if tensor.is_contiguous() else flat.clone()
 
 
 def _rounds_to(master: Tensor, half: Tensor) -> Tensor:

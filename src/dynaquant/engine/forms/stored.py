@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import overload
 
+import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
@@ -29,11 +30,19 @@ def values_with_hash(stored: StoredTensor) -> tuple[Tensor, str]:
 
 
 def fill(target: Tensor, stored: StoredTensor) -> None:
-    """Write the values that a restore returns into a tensor, where kernels run without other memory for all of them."""
-    if isinstance(stored, Tensor) or stored.external or not kernels.fills(target.device):
-        target.copy_(values_of(stored))
-    else:
-        dequantize_into(target, stored)
+    """Write the values of a stored tensor into a tensor. Where kernels run, they are computed in its memory.
+
+    A device without memory for that gets them from the host.
+    """
+    if not isinstance(stored, Tensor) and not stored.external and kernels.fills(target.device):
+        try:
+            dequantize_into(target, stored)
+        except torch.OutOfMemoryError:
+            if target.device == kernels.HOST:
+                raise
+        else:
+            return
+    target.copy_(values_of(stored))
 
 
 def stored_hash(stored: StoredTensor) -> str:

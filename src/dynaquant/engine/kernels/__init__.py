@@ -162,7 +162,8 @@ def _agrees(kind: str) -> bool:
 
 def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
     """Return what kernels find for a sample: levels, values, and sums that are exact."""
-    tensor, levels = sample.to(kind), np.arange(200, dtype=np.uint8)
+    tensor = sample.to(kind)
+    levels = np.tile(np.arange(200, dtype=np.uint8), device_kernels.SMALL // 200 + 1)
     on_grid, in_units = torch.empty_like(tensor), torch.empty_like(tensor)
     kernel.grid_values(tensor, 100.0, 0.01, 7, 0, on_grid)
     rows, columns = tensor[:7].abs(), tensor[7:150].abs()
@@ -175,10 +176,17 @@ def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
         kernel.grid_levels(tensor.to(torch.bfloat16), 100.0, None)[0],
         kernel.table_levels(tensor, np.arange(65_536).astype(np.uint8)),
         kernel.grid_levels(tensor, 100.0, 7)[0],
-        kernel.values(levels, sample[:256].contiguous(), np.array([0x3F80], dtype=np.uint16), tensor.device),
+        kernel.values(levels, sample[:256].contiguous(), np.full(len(levels) // 200, 0x3F80, np.uint16), tensor.device),
     ]
     ones = torch.ones_like(tensor)
-    numbers = np.array([*kernel.extremes(tensor), kernel.smallest_from(tensor, 0.1), float(kernel.total(ones))])
+    numbers = np.array(
+        [
+            *kernel.extremes(tensor),
+            kernel.smallest_from(tensor, 0.1),
+            float(kernel.total(ones)),
+            *kernel.errors(ones[:256], -ones[:256]),
+        ]
+    )
     arrays = numbers, kernel.log_histogram(tensor), *kernel.row_and_column_sums(ones.view(7, 143))
     return [*(each.cpu() for each in (on_grid, in_units, *found)), *map(torch.from_numpy, arrays)]
 
@@ -202,7 +210,7 @@ def _copied_in_background(tensor: Tensor) -> Callable[[], NDArray[Any]]:
     return finish
 
 
-def near(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def small_on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors; small ones of devices as copies in host memory.
 
     All of one device and dtype cross together. So a model of many small tensors does not wait for each of them.
@@ -221,27 +229,27 @@ def near(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def totals(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the sum of the values of each tensor, computed in float64. The sums of a device cross together."""
-    found = {name: for_device(tensor.device).total(tensor) for name, tensor in near(tensors).items()}
-    crossed = near({name: total for name, total in found.items() if isinstance(total, Tensor)})
+    found = {name: for_device(tensor.device).total(tensor) for name, tensor in small_on_host(tensors).items()}
+    crossed = small_on_host({name: total for name, total in found.items() if isinstance(total, Tensor)})
     return {name: float(crossed.get(name, total)) for name, total in found.items()}
 
 
 def all_extremes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Return the lowest and the highest value of each tensor that has values; NaN if any is.
 
-    Those of a device cross together.
+    Those of a device cross together. Looks each tensor up once, and keeps none.
     """
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-    on_devices = {name: tensor for name, tensor in tensors.items() if runs_on(tensor.device)}
-    crossed = near({name: torch.stack(torch.aminmax(tensor.detach())) for name, tensor in on_devices.items()})
-
-    def of(name: str, tensor: Tensor) -> tuple[float, float]:
-        if name not in crossed:
-            return host_kernels.extremes(tensor)
-        lowest, highest = crossed[name].tolist()
-        return lowest, highest
-
-    return {name: of(name, tensor) for name, tensor in tensors.items()}
+    found: dict[str, tuple[float, float]] = {}
+    on_devices: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.device.type == "cpu":
+            found[name] = host_kernels.extremes(tensor)
+        elif tensor.numel():
+            on_devices[name] = torch.stack(torch.aminmax(tensor.detach()))
+    for name, both in small_on_host(on_devices).items():
+        lowest, highest = both.tolist()
+        found[name] = lowest, highest
+    return found
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device = HOST) -> Tensor:

@@ -50,18 +50,29 @@ def _look_up(table: Tensor, index: Tensor) -> Tensor:
 
 
 def total(tensor: Tensor) -> Tensor:
-    return _at_most_float32(tensor).sum(dtype=torch.float64)
+    flat = _flat(tensor)
+    # Sums in float64 make a copy of their input, so a large tensor is added up in pieces.
+    sums = [_at_most_float32(flat[piece]).sum(dtype=torch.float64) for piece in _pieces(flat.numel())]
+    return sums[0] if len(sums) == 1 else torch.stack([*sums, flat.new_zeros((), dtype=torch.float64)]).sum()
 
 
 def errors(values: Tensor, exact: Tensor) -> tuple[float, float]:
-    squares, all_errors = torch.stack((_norm(exact), _norm(values - exact))).square().tolist()
-    return squares, all_errors
+    pairs = ((values[piece], exact[piece]) for piece in _pieces(exact.numel()))
+    return _sums_of_squares([each for rounded, own in pairs for each in (_norm(own), _norm(rounded - own))])
 
 
 def _norm(values: Tensor) -> Tensor:
     """Return the root of the sum of squares, computed in float64."""
     found: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return found
+
+
+def _sums_of_squares(norms: list[Tensor]) -> tuple[float, float]:
+    """Return the sums of the squares of every other norm, from the first and from the second one on."""
+    if not norms:
+        return 0.0, 0.0
+    squares, all_errors = torch.stack(norms).square().view(-1, 2).sum(0).tolist()
+    return squares, all_errors
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
@@ -78,9 +89,16 @@ def smallest_from(tensor: Tensor, limit: float) -> float:
 
 
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    values = _at_most_float32(matrix)
-    sums = torch.cat([values.sum(axis, dtype=torch.float64) for axis in (1, 0)]).cpu().numpy()
-    return sums[: len(matrix)], sums[len(matrix) :]
+    height, width = matrix.shape
+    step = max(1, PIECE // max(width, 1))
+    parts = [matrix[begin : begin + step] for begin in range(0, height, step)]
+    by_row, by_column = [], matrix.new_zeros(width, dtype=torch.float64)
+    for part in parts:
+        wide = _at_most_float32(part).to(torch.float64)
+        by_row.append(wide.sum(1))
+        by_column += wide.sum(0)
+    sums = torch.cat([*by_row, by_column]).cpu().numpy()
+    return sums[:height], sums[height:]
 
 
 def log_histogram(tensor: Tensor) -> NDArray[np.int64]:
@@ -144,9 +162,13 @@ def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, f
 
 
 def grid_errors(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int) -> tuple[float, float]:
-    flat, rounded = _flat(tensor), torch.empty_like(tensor).view(-1)
-    grid_values(flat, inverse, step, seed, first, rounded)
-    return errors(rounded, flat)
+    flat, norms = _flat(tensor), []
+    for piece in _pieces(flat.numel()):
+        exact = flat[piece]
+        rounded = torch.empty_like(exact)
+        grid_values(exact, inverse, step, seed, first + piece.start, rounded)
+        norms += [_norm(exact), _norm(rounded.sub_(exact))]
+    return _sums_of_squares(norms)
 
 
 def _multiples(values: Tensor, inverse: float, seed: int | None, first: int) -> Tensor:
@@ -187,8 +209,8 @@ def values(
         return few if out is None else out.copy_(few)
     moved_levels, moved_table = torch.from_numpy(levels).to(device), table.to(device)
     is_protected = moved_levels == _native.LEVEL_PROTECTED
-    highest, found = torch.stack((moved_levels.amax().long(), is_protected.sum())).tolist() if levels.size else (0, 0)
-    if highest >= len(table) and levels.size:
+    highest, found = torch.stack((moved_levels.amax().long(), is_protected.sum())).tolist()
+    if highest >= len(table):
         raise ValueError("a level lies outside the codebook")
     if found != len(protected):
         raise ValueError("the number of protected values differs from the number of protected levels")

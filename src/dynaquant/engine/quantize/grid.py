@@ -50,7 +50,8 @@ def _levels(tensor: Tensor, rung: int, seed: int | None, shard: Shard | None) ->
         return kernel.grid_levels(tensor, inverse, seed)
     flat = tensor.detach().reshape(-1)
     found = [kernel.grid_levels(flat[at : at + size], inverse, seed, first) for at, first, size in shard.runs]
-    return torch.cat([levels for levels, _ in found]), lambda: max(highest() for _, highest in found)
+    waits = [highest for _, highest in found]  # without the levels, which would be kept twice
+    return torch.cat([levels for levels, _ in found]), lambda: max(highest() for highest in waits)
 
 
 def _inverse(rung: int) -> float:

@@ -19,6 +19,7 @@ from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.kernels.host import plain_values
 from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.engine.tensors.shard import Shard
 
 _SAFE = 1e-12, 1e15
@@ -59,7 +60,7 @@ def magnitudes(
         if (magnitude := _of_plain(tensor)) is not None:
             plain[name] = magnitude
     others = [name for name in tensors if name not in plain]
-    found = kernels.all_extremes({name: tensors[name] for name in others})
+    found = kernels.all_extremes(LazyMapping(others, tensors.__getitem__))
     extremes, counts = {}, {}
     for name in others:
         extremes[name], counts[name] = _extremes_of(tensors[name], found.get(name))

@@ -75,12 +75,12 @@ def quantize_moments(
     # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
     alone = moments if reduce is None else []
     small = {name: values for name in alone if (values := small_values(tensors[name])) is not None}
-    known = kernels.all_extremes({n: tensors[n] for n in moments if kernels.runs_on(tensors[n].device)})
+    on_devices = kernels.all_extremes({n: tensors[n] for n in moments if tensors[n].device.type != "cpu"})
 
     def extremes_of(name: str) -> tuple[float, float] | None:
-        if name not in known and tensors[name].numel():
-            return kernels.for_device(tensors[name].device).extremes(tensors[name])
-        return known.get(name)
+        if name in on_devices or not tensors[name].numel():
+            return on_devices.get(name)
+        return kernels.for_device(tensors[name].device).extremes(tensors[name])  # most moments on the host need none
 
     def size(name: str) -> int:
         # Sums of rows and columns are as long as those of the whole tensor.
