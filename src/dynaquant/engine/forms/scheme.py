@@ -117,10 +117,12 @@ def parsed(scheme: type[Scheme], data: dict[str, Any]) -> Scheme:
     if data.keys() != wanted.keys():
         raise TypeError(f"its scheme has the keys {sorted(data)} instead of {sorted(wanted)}")
     values: dict[str, Any] = {}
-    for key, value in data.items():
-        inner: Any = wanted[key]
-        nested = issubclass(inner, Scheme)
-        if type(value) is not (dict if nested else inner):
+    for key, inner in wanted.items():
+        value = data[key]
+        if type(value) is inner:
+            values[key] = value
+        elif type(value) is dict and issubclass(inner, Scheme):
+            values[key] = parsed(inner, value)
+        else:
             raise TypeError(f"{key} is {value!r}")
-        values[key] = parsed(inner, value) if nested else value
     return scheme(**values)
