@@ -20,6 +20,7 @@ import zstandard
 from blake3 import blake3
 
 from dynaquant.errors import CheckpointError, RunChangedError
+from dynaquant.garbage import collection_paused
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.content import InMemory, OnDisk, read_at
 from dynaquant.store.entry import Entry
@@ -240,6 +241,7 @@ class CheckpointFile:
         if position != streams_end:
             raise CheckpointError(f"{path}: the sizes of its streams do not add up to the size of the file")
 
+    @collection_paused()
     def _checked(self, file: BinaryIO) -> tuple[Header, int]:
         try:
             plain, streams_end = self._read_header(file)
