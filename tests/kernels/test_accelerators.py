@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dynaquant as dq
 from dynaquant.engine.kernels import device as device_kernels
@@ -299,6 +302,48 @@ def test_a_training_on_an_accelerator_goes_on_from_its_checkpoint(dtype, optimiz
         assert parameter.device.type == DEVICE
         assert parameter.isfinite().all()
         assert quality != "lossless" or torch.equal(parameter, value)
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    """A group of one process, which communicates on the accelerator."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def wrapped(model: nn.Module, how: str) -> nn.Module:
+    if how == "DDP":
+        return nn.parallel.DistributedDataParallel(model)
+    if how == "FSDP2":
+        mesh = init_device_mesh(DEVICE, (1,))
+        return fully_shard(model, mesh=mesh)
+    return torch.compile(model) if how == "compiled" else model
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile imports deprecated modules
+@pytest.mark.skipif(DEVICE in ("none", "emulated"), reason="needs an accelerator of this machine")
+@pytest.mark.parametrize("how", ["fused", "capturable", "DDP", "FSDP2", "compiled"])
+def test_a_wrapped_training_on_an_accelerator_is_saved_and_restored(how, tmp_path):
+    training = Training(DEVICE)
+    training.model = wrapped(training.model, how)
+    options = {how: True} if how in ("fused", "capturable") else {}
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), 1e-3, **options)
+    with dq.Checkpointer(
+        tmp_path / "run", training.model, training.optimizer, **training.metric("batches")
+    ) as checkpointer:
+        for step in (1, 2, 3):
+            training.step(3)
+            checkpointer.save(step)
+        assert checkpointer.restore(2) == 2
+        loaded = dq.load(tmp_path / "run", step=2)["model"]
+        restored = [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for p in training.model.parameters()]
+        assert all(map(torch.equal, restored, loaded.values()))
+        training.step(3)
+        checkpointer.save(4).result()
 
 
 @accelerates

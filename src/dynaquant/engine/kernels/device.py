@@ -91,10 +91,9 @@ def smallest_from(tensor: Tensor, limit: float) -> float:
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     height, width = matrix.shape
     step = max(1, PIECE // max(width, 1))
-    parts = [matrix[begin : begin + step] for begin in range(0, height, step)]
     by_row, by_column = [], matrix.new_zeros(width, dtype=torch.float64)
-    for part in parts:
-        wide = _at_most_float32(part).to(torch.float64)
+    for begin in range(0, height, step):
+        wide = _at_most_float32(matrix[begin : begin + step]).to(torch.float64)
         by_row.append(wide.sum(1))
         by_column += wide.sum(0)
     sums = torch.cat([*by_row, by_column]).cpu().numpy()
