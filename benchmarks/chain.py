@@ -5,8 +5,8 @@
 
 The model is a stack of residual layers, each with a matrix and a bias. Without a choice, measures four sizes and writes
 the page; with one, prints the table only. There is no metric, so the search decides by its estimate. Times are
-multiples of ``torch.save`` with fsync, and of ``torch.load``, of the same state in the same run. Loads are those of a
-new process.
+multiples of ``torch.save`` with fsync, and of ``torch.load``, of the same state in the same run. Every load is the
+first of a process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ STEPS = 3
 LARGE = 10_000_000
 """Weights of a model whose memory is worth a row."""
 TURNS = 5
-"""Loads of each kind. The fastest counts."""
+"""Loads of each kind."""
+TORCH = "torch.load"
 
 
 @dataclass(frozen=True)
@@ -127,45 +128,42 @@ def save_chain(folder: Path, size: Size, quality: QualityName) -> dict[str, floa
     }
 
 
-def load_ends(folder: Path, size: Size) -> dict[str, float]:
-    """Load the keyframe and the last link, as multiples of ``torch.load``. Memory: peaks, in bytes for each value."""
+def load_once(folder: Path, what: str) -> dict[str, float]:
+    """Load once, as after a crash. Returns the seconds, and the peak of the memory in bytes.
 
-    def fastest(action: Callable[[], object]) -> float:
-        return min(seconds(action) for _ in range(TURNS))
-
-    def peak_of(action: Callable[[], object]) -> int:
-        before = memory_now()
-        action()
-        return peak_memory() - before
-
-    loads: dict[str, Callable[[], object]] = {
-        "torch.load": lambda: torch.load(folder / "state.pt"),
-        "keyframe": lambda: dq.load(folder / "run", 1),
-        "last link": lambda: dq.load(folder / "run", size.links),
-    }
-    times = {name: fastest(load) for name, load in loads.items()}
-    peaks = {name: peak_of(load) for name, load in loads.items()}
-    unit = times["torch.load"]
-    return {
-        "torch.load": unit,
-        **{name: times[name] / unit for name in ("keyframe", "last link")},
-        **{f"{name}, memory": peak / (3 * size.weights) for name, peak in peaks.items()},
-    }
+    what: a step, or "torch.load".
+    """
+    before = memory_now()
+    if what == TORCH:
+        taken = seconds(lambda: torch.load(folder / "state.pt"))
+    else:
+        taken = seconds(lambda: dq.load(folder / "run", int(what)))
+    return {"seconds": taken, "peak": peak_memory() - before}
 
 
 def measure(size: Size, threads: int, quality: str) -> dict[str, float]:
-    """Save and load in processes of their own, whose memory nothing else uses."""
+    """Save in one process and load in others, each of which loads once. Of loads of one kind, the fastest counts.
+
+    Loads are multiples of ``torch.load``, their memory is in bytes for each value of the state.
+    """
     base = [sys.executable, __file__, "--threads", str(threads), "--quality", quality]
     base += ["--tensors", str(size.tensors), "--width", str(size.width), "--links", str(size.links)]
     environment = {**os.environ, "DYNAQUANT_THREADS": str(threads)}  # read when dynaquant is imported
-    found: dict[str, float] = {}
+
+    def child(*role: str) -> dict[str, float]:
+        ran = subprocess.run([*base, *role], check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        found: dict[str, float] = json.loads(ran.stdout)
+        return found
+
+    kinds = {TORCH: TORCH, "keyframe": "1", "last link": str(size.links)}
     with tempfile.TemporaryDirectory() as folder:
-        for role in ("--save", "--load"):
-            child = subprocess.run(
-                [*base, role, folder], check=True, stdout=subprocess.PIPE, text=True, env=environment
-            )
-            found |= json.loads(child.stdout)
-    return found
+        found = child("--save", folder)
+        turns = [{kind: child("--load", folder, what) for kind, what in kinds.items()} for _ in range(TURNS)]
+    times = {kind: min(turn[kind]["seconds"] for turn in turns) for kind in kinds}
+    peaks = {kind: min(turn[kind]["peak"] for turn in turns) / (3 * size.weights) for kind in kinds}
+    found[TORCH] = times[TORCH]
+    found |= {kind: times[kind] / times[TORCH] for kind in ("keyframe", "last link")}
+    return found | {f"{kind}, memory": peak for kind, peak in peaks.items()}
 
 
 def table(sizes: list[Size], found: list[dict[str, float]], quality: str) -> Table:
@@ -184,10 +182,10 @@ def table(sizes: list[Size], found: list[dict[str, float]], quality: str) -> Tab
         row("save blocks", lambda each: f"{each['blocks']:.2f}×"),
         row("save is on the disk", lambda each: f"{each['on disk']:.2f}×"),
         memory("memory of saves, bytes per value", "memory"),
-        row("torch.load", lambda each: f"{each['torch.load']:.2f} s"),
+        row("torch.load", lambda each: f"{each[TORCH]:.2f} s"),
         row("load of the keyframe", lambda each: f"{each['keyframe']:.1f}×"),
         row("load of the last link", lambda each: f"{each['last link']:.1f}×"),
-        memory("memory of torch.load, bytes per value", "torch.load, memory"),
+        memory("memory of torch.load, bytes per value", f"{TORCH}, memory"),
         memory("memory of the last link's load", "last link, memory"),
     ]
     links = ["links", *(str(size.links) for size in sizes)]
@@ -207,9 +205,9 @@ decides by its estimate. `torch.save` writes the same state before each save.
 
 {shown.in_markdown()}
 
-*Blocks* and *on the disk* are multiples of `torch.save` with fsync; *load* is a multiple of `torch.load`, in a new
-process, with files in the system's cache. The keyframe is a checkpoint without a parent; the last link needs all
-others. Memory of saves is the peak beyond the training, for each of the state's values, which have four bytes. Memory
+*Blocks* and *on the disk* are multiples of `torch.save` with fsync; *load* is a multiple of `torch.load`, with files in
+the system's cache. Each load is the first and only one of a process, as after a crash: the fastest of {TURNS}. The keyframe
+is a checkpoint without a parent; the last link needs all others. Memory of saves is the peak beyond the training, for each of the state's values, which have four bytes. Memory
 of loads is the peak, the loaded state included.
 {threads} thread for everything. {sentence(described)}
 """
@@ -224,8 +222,8 @@ def main() -> None:
     made.add_argument("--links", type=int, default=7, help="checkpoints of the chain, at least 3")
     made.add_argument("--threads", type=int, default=1)
     made.add_argument("--quality", default="balanced")
-    for role in ("--save", "--load"):  # by the processes that save and load
-        made.add_argument(role, type=Path, help=argparse.SUPPRESS)
+    made.add_argument("--save", type=Path, help=argparse.SUPPRESS)  # by the process that saves
+    made.add_argument("--load", nargs=2, help=argparse.SUPPRESS)  # by those that load
     arguments = made.parse_args()
     torch.set_num_threads(arguments.threads)
     chosen = arguments.tensors is not None and arguments.width is not None
@@ -233,8 +231,8 @@ def main() -> None:
     if size is not None and arguments.save is not None:
         print(json.dumps(save_chain(arguments.save, size, arguments.quality)))
         return
-    if size is not None and arguments.load is not None:
-        print(json.dumps(load_ends(arguments.load, size)))
+    if arguments.load is not None:
+        print(json.dumps(load_once(Path(arguments.load[0]), arguments.load[1])))
         return
     sizes = [size] if size is not None else list(QUICK_SIZES if arguments.quick else SIZES)
     found = [measure(each, arguments.threads, arguments.quality) for each in sizes]

@@ -161,7 +161,7 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
     if (groups > contexts) throw std::invalid_argument("there are more groups than contexts");
     DecoderTable table;
     table.slots.resize(groups * frequency_total);
-    std::vector<std::uint32_t> firsts(groups);
+    std::vector<std::array<std::uint16_t, near_symbols>> ends(groups);
     std::vector<std::uint8_t> group_of(contexts);
     bool certain = true;
     std::size_t previous = 0;
@@ -174,7 +174,9 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
         if (levels.empty()) continue;
         const Frequencies frequencies = get_frequencies(tables, symbols);
         certain = certain && is_certain(frequencies);
-        firsts[g] = frequencies[0];
+        std::uint32_t end = 0;
+        for (std::size_t s = 0; s < near_symbols; ++s)
+            ends[g][s] = static_cast<std::uint16_t>(end += s < frequencies.size() ? frequencies[s] : 0);
         Slot* slot = table.slots.data() + g * frequency_total;
         for (std::uint32_t s = 0; s < frequencies.size(); ++s)
             for (std::uint32_t offset = 0; offset < frequencies[s]; ++offset)
@@ -183,10 +185,10 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
     tables.expect_end();
     for (std::size_t source = 0; source < parent_levels; ++source) {
         table.group[source] = group_of[context_of[source]];
-        table.first[source] = level_of[source << 8];
-        const std::uint32_t frequency = firsts[table.group[source]];
-        table.first_low[source] = static_cast<std::uint8_t>(frequency);
-        table.first_high[source] = static_cast<std::uint8_t>(frequency >> 8);
+        for (std::size_t s = 0; s < near_symbols; ++s) {
+            table.near[s][source] = level_of[source << 8 | s];
+            table.ends[s][source] = ends[table.group[source]][s];
+        }
     }
     std::array<std::uint8_t, 256> only;  // the only level after each parent level, if all tables are certain
     for (std::size_t source = 0; source < parent_levels; ++source) {

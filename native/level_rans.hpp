@@ -21,6 +21,7 @@ inline constexpr std::uint32_t frequency_total = 1u << frequency_bits;
 inline constexpr std::uint32_t lowest_state = 1u << 16;
 inline constexpr unsigned most_states = 32;
 inline constexpr std::size_t parent_levels = 256;
+inline constexpr std::size_t near_symbols = 3;
 
 // What a decoder needs for one of the 4096 slots: 8 bits symbol, 12 bits frequency - 1, 12 bits slot - begin.
 using Slot = std::uint32_t;
@@ -74,9 +75,10 @@ struct DecoderTable {
     std::vector<Slot> slots;                        // 4096 for each group; without a parent, a level for the symbol
     std::array<std::uint8_t, parent_levels> group;  // of each parent level
     const std::uint8_t* level_of;  // at parent level << 8 | symbol. Of 8 states or more, three more bytes are readable
-    // For each parent level: the level of symbol 0, which mostly is the most frequent one, and the low and the high byte
-    // of its frequency.
-    std::array<std::uint8_t, parent_levels> first, first_low, first_high;
+    // For each parent level, of the symbols 0, 1 and 2, which are the levels nearest to it: these levels, and the ends of
+    // their slots.
+    std::array<std::array<std::uint8_t, parent_levels>, near_symbols> near;
+    std::array<std::array<std::uint16_t, parent_levels>, near_symbols> ends;
 
     const Slot* slots_of(std::uint8_t source) const { return slots.data() + group[source] * frequency_total; }
 };

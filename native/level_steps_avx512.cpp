@@ -5,6 +5,7 @@
 
 #include "byte_table.hpp"
 #include "level_steps.hpp"
+#include "tables.hpp"
 
 #ifdef DYNAQUANT_X86
 
@@ -33,8 +34,13 @@ DYNAQUANT_AVX512 inline void store_row(std::uint8_t* bytes, __m512i row) {
 }
 
 // Returns the bytes of a row that belong to the first or the second vector of states.
-DYNAQUANT_AVX512 inline __m512i of_vector(__m512i row, unsigned vector) {
+DYNAQUANT_AVX512 inline __m512i bytes_of(__m512i row, unsigned vector) {
     return _mm512_cvtepu8_epi32(vector == 0 ? _mm512_castsi512_si128(row) : _mm512_extracti32x4_epi32(row, 1));
+}
+
+// The same for numbers of 16 bits.
+DYNAQUANT_AVX512 inline __m512i words_of(__m512i row, unsigned vector) {
+    return _mm512_cvtepu16_epi32(vector == 0 ? _mm512_castsi512_si256(row) : _mm512_extracti64x4_epi64(row, 1));
 }
 
 DYNAQUANT_AVX512 inline __m512i low_bits(__m512i numbers) {
@@ -81,51 +87,114 @@ DYNAQUANT_AVX512 std::size_t decode_alone(Decoding& block, std::span<std::uint8_
     return begin;
 }
 
-// Decodes rows with a parent. Symbol 0, the level nearest to the parent's, mostly is the most frequent one. It has the
-// first slots of its group, so a state shows it without a look-up in memory. Only other symbols are looked up: the slots
-// of many groups do not fit into the fast caches.
-template <unsigned vectors>
+// What a DecoderTable says of the near symbols after each parent level, in registers. The slots of many groups do not fit
+// into the fast caches, and gather instructions are slow on many processors.
+class NearSymbols {
+public:
+    DYNAQUANT_AVX512 explicit NearSymbols(const DecoderTable& table) : group_(byte_table(table.group)) {
+        std::array<std::uint8_t, parent_levels> low, high;
+        for (std::size_t s = 0; s < near_symbols; ++s) {
+            for (std::size_t i = 0; i < parent_levels; ++i) {
+                low[i] = static_cast<std::uint8_t>(table.ends[s][i]);
+                high[i] = static_cast<std::uint8_t>(table.ends[s][i] >> 8);
+            }
+            low_[s] = byte_table(low);
+            high_[s] = byte_table(high);
+            levels_[s] = byte_table(table.near[s]);
+        }
+    }
+    // Returns where the slots of a symbol end, in 16 bits for each of 32 parent levels.
+    DYNAQUANT_AVX512 __m512i ends(std::size_t symbol, __m512i parent) const {
+        const __m256i low = _mm512_castsi512_si256(look_up(low_[symbol], parent));
+        const __m256i high = _mm512_castsi512_si256(look_up(high_[symbol], parent));
+        return _mm512_or_si512(_mm512_cvtepu8_epi16(low), _mm512_slli_epi16(_mm512_cvtepu8_epi16(high), 8));
+    }
+    DYNAQUANT_AVX512 __m512i levels(std::size_t symbol, __m512i parent) const {
+        return look_up(levels_[symbol], parent);
+    }
+    DYNAQUANT_AVX512 __m512i groups(__m512i parent) const { return look_up(group_, parent); }
+
+private:
+    ByteTable group_, low_[near_symbols], high_[near_symbols], levels_[near_symbols];
+};
+
+// The same for few parent levels.
+class NearSymbolsOfFew {
+public:
+    static constexpr std::uint8_t highest = 63;
+
+    DYNAQUANT_AVX512 explicit NearSymbolsOfFew(const DecoderTable& table)
+        : group_(_mm512_loadu_si512(table.group.data())) {
+        for (std::size_t s = 0; s < near_symbols; ++s) {
+            ends_[s][0] = _mm512_loadu_si512(table.ends[s].data());
+            ends_[s][1] = _mm512_loadu_si512(table.ends[s].data() + 2 * lanes);
+            levels_[s] = _mm512_loadu_si512(table.near[s].data());
+        }
+    }
+    DYNAQUANT_AVX512 __m512i ends(std::size_t symbol, __m512i parent) const {
+        const __m512i index = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(parent));
+        return _mm512_permutex2var_epi16(ends_[symbol][0], index, ends_[symbol][1]);
+    }
+    DYNAQUANT_AVX512 __m512i levels(std::size_t symbol, __m512i parent) const {
+        return _mm512_permutexvar_epi8(parent, levels_[symbol]);
+    }
+    DYNAQUANT_AVX512 __m512i groups(__m512i parent) const { return _mm512_permutexvar_epi8(parent, group_); }
+
+private:
+    __m512i group_, ends_[near_symbols][2], levels_[near_symbols];
+};
+
+// Decodes rows with a parent. A state shows the near symbols without a look-up in memory. Others, which are rare, are
+// looked up there.
+template <unsigned vectors, class Near>
 DYNAQUANT_AVX512 std::size_t decode_given(Decoding& block, std::span<std::uint8_t> levels, std::size_t begin) {
     constexpr std::size_t row = vectors * lanes;
     const DecoderTable& table = *block.table;
-    const Slot* const slots = table.slots.data();
-    const std::uint8_t* const level_of = table.level_of;
-    const ByteTable group_of = byte_table(table.group), first_of = byte_table(table.first);
-    const ByteTable low_of = byte_table(table.first_low), high_of = byte_table(table.first_high);
+    const Near near(table);
     __m512i state[vectors];
     for (unsigned v = 0; v < vectors; ++v) state[v] = _mm512_loadu_si512(block.states.data() + v * lanes);
     const std::uint8_t* words = block.words;
     for (; levels.size() - begin >= row && block.readable - words >= std::ptrdiff_t{2 * row}; begin += row) {
         std::uint8_t* const out = levels.data() + begin;
-        const __m512i parent = load_row<vectors>(block.parent + begin), first = look_up(first_of, parent);
-        const __m512i low = look_up(low_of, parent), high = look_up(high_of, parent);
-        __m512i frequency[vectors], offset[vectors];
+        const __m512i parent = load_row<vectors>(block.parent + begin);
+        const __m512i ends[] = {near.ends(0, parent), near.ends(1, parent), near.ends(2, parent)};
+        __m512i place[vectors], frequency[vectors], offset[vectors];
         __mmask16 others[vectors];
+        __mmask64 is_1_or_more = 0, is_2_or_more = 0;
         unsigned any = 0;
         for (unsigned v = 0; v < vectors; ++v) {
-            frequency[v] = _mm512_or_si512(of_vector(low, v), _mm512_slli_epi32(of_vector(high, v), 8));
-            offset[v] = low_bits(state[v]);
-            any |= others[v] = _mm512_cmpge_epu32_mask(offset[v], frequency[v]);
+            const __m512i end_0 = words_of(ends[0], v), end_1 = words_of(ends[1], v), end_2 = words_of(ends[2], v);
+            place[v] = low_bits(state[v]);
+            const __mmask16 past_0 = _mm512_cmpge_epu32_mask(place[v], end_0);
+            const __mmask16 past_1 = _mm512_cmpge_epu32_mask(place[v], end_1);
+            any |= others[v] = _mm512_cmpge_epu32_mask(place[v], end_2);
+            __m512i start = _mm512_maskz_mov_epi32(past_0, end_0), end = _mm512_mask_mov_epi32(end_0, past_0, end_1);
+            start = _mm512_mask_mov_epi32(start, past_1, end_1);
+            end = _mm512_mask_mov_epi32(end, past_1, end_2);
+            frequency[v] = _mm512_sub_epi32(end, start);
+            offset[v] = _mm512_sub_epi32(place[v], start);
+            is_1_or_more |= __mmask64{past_0} << lanes * v;
+            is_2_or_more |= __mmask64{past_1} << lanes * v;
         }
+        __m512i level = near.levels(0, parent);
+        level = _mm512_mask_mov_epi8(level, is_1_or_more, near.levels(1, parent));
+        level = _mm512_mask_mov_epi8(level, is_2_or_more, near.levels(2, parent));
         if (any == 0) {
             for (unsigned v = 0; v < vectors; ++v) advance(state[v], frequency[v], offset[v], words);
-            store_row<vectors>(out, first);
+            store_row<vectors>(out, level);
             continue;
         }
-        const __m512i group = look_up(group_of, parent);
-        __m512i slot[vectors];
+        const __m512i group = near.groups(parent);
         for (unsigned v = 0; v < vectors; ++v) {
-            const __m512i index = _mm512_or_si512(offset[v], _mm512_slli_epi32(of_vector(group, v), frequency_bits));
-            slot[v] = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), others[v], index, slots, sizeof(Slot));
-            frequency[v] = _mm512_mask_mov_epi32(frequency[v], others[v], frequency_of(slot[v]));
-            offset[v] = _mm512_mask_mov_epi32(offset[v], others[v], low_bits(slot[v]));
+            const __m512i index = _mm512_or_si512(place[v], _mm512_slli_epi32(bytes_of(group, v), frequency_bits));
+            const __m512i slot = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), others[v], index,
+                                                             table.slots.data(), sizeof(Slot));
+            frequency[v] = _mm512_mask_mov_epi32(frequency[v], others[v], frequency_of(slot));
+            offset[v] = _mm512_mask_mov_epi32(offset[v], others[v], low_bits(slot));
             advance(state[v], frequency[v], offset[v], words);
-        }
-        for (unsigned v = 0; v < vectors; ++v) {
-            const __m512i symbol = _mm512_srli_epi32(slot[v], 24);
-            const __m512i pair = _mm512_or_si512(_mm512_slli_epi32(of_vector(parent, v), 8), symbol);
-            const __m512i level = _mm512_mask_i32gather_epi32(of_vector(first, v), others[v], pair, level_of, 1);
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + v * lanes), _mm512_cvtepi32_epi8(level));  // its low byte
+            const __m512i pair = _mm512_or_si512(_mm512_slli_epi32(bytes_of(parent, v), 8), _mm512_srli_epi32(slot, 24));
+            const __m512i found = _mm512_mask_i32gather_epi32(bytes_of(level, v), others[v], pair, table.level_of, 1);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + v * lanes), _mm512_cvtepi32_epi8(found));  // its low byte
         }
     }
     for (unsigned v = 0; v < vectors; ++v) _mm512_storeu_si512(block.states.data() + v * lanes, state[v]);
@@ -133,21 +202,54 @@ DYNAQUANT_AVX512 std::size_t decode_given(Decoding& block, std::span<std::uint8_
     return begin;
 }
 
-// Encodes one level with each of sixteen states. Writes words backwards from `words`.
-template <bool with_parent>
-DYNAQUANT_AVX512 inline void encode_step(__m512i& state, std::uint16_t*& words, const EncoderTable& table,
-                                         const std::uint8_t* parent, const std::uint8_t* levels) {
-    __m256i index = _mm256_cvtepu8_epi16(load16(levels));
-    if constexpr (with_parent) {
-        const __m256i columns = _mm256_set1_epi16(static_cast<short>(table.columns));
-        index = _mm256_add_epi16(index, _mm256_mullo_epi16(_mm256_cvtepu8_epi16(load16(parent)), columns));
+// Looks up the steps of sixteen pairs of a parent's level and a level.
+class StepsInMemory {
+public:
+    DYNAQUANT_AVX512 explicit StepsInMemory(const EncoderTable& table) : steps_(table.steps.data()) {}
+    DYNAQUANT_AVX512 __m512i reciprocals(__m512i pair) const {
+        return _mm512_i32gather_epi32(pair, &steps_->reciprocal, sizeof(EncoderStep));
     }
-    const __m512i at = _mm512_cvtepu16_epi32(index);
-    const auto* const steps = reinterpret_cast<const std::uint8_t*>(table.steps.data());
-    const __m512i reciprocal = _mm512_i32gather_epi32(at, steps, sizeof(EncoderStep));
-    const __m512i rest = _mm512_i32gather_epi32(at, steps + offsetof(EncoderStep, rest), sizeof(EncoderStep));
+    DYNAQUANT_AVX512 __m512i rests(__m512i pair) const {
+        return _mm512_i32gather_epi32(pair, &steps_->rest, sizeof(EncoderStep));
+    }
+
+private:
+    const EncoderStep* steps_;
+};
+
+// The same for at most 64 pairs, without gather instructions, which are slow on many processors.
+class StepsOfFew {
+public:
+    static constexpr std::size_t most = 4 * lanes;
+
+    DYNAQUANT_AVX512 explicit StepsOfFew(const EncoderTable& table) {
+        std::array<std::uint32_t, most> reciprocals{}, rests{};
+        for (std::size_t i = 0; i < table.steps.size(); ++i) {
+            reciprocals[i] = table.steps[i].reciprocal;
+            rests[i] = table.steps[i].rest;
+        }
+        for (unsigned q = 0; q < 4; ++q) {
+            reciprocals_[q] = _mm512_loadu_si512(reciprocals.data() + q * lanes);
+            rests_[q] = _mm512_loadu_si512(rests.data() + q * lanes);
+        }
+    }
+    DYNAQUANT_AVX512 __m512i reciprocals(__m512i pair) const { return look_up_pairs(reciprocals_, pair); }
+    DYNAQUANT_AVX512 __m512i rests(__m512i pair) const { return look_up_pairs(rests_, pair); }
+
+private:
+    DYNAQUANT_AVX512 static __m512i look_up_pairs(const __m512i* quarters, __m512i pair) {
+        const __m512i low = _mm512_permutex2var_epi32(quarters[0], pair, quarters[1]);
+        const __m512i high = _mm512_permutex2var_epi32(quarters[2], pair, quarters[3]);
+        return _mm512_mask_mov_epi32(low, _mm512_cmpge_epu32_mask(pair, _mm512_set1_epi32(2 * lanes)), high);
+    }
+
+    __m512i reciprocals_[4], rests_[4];
+};
+
+// Encodes one level with each of sixteen states. Writes words backwards from `words`.
+DYNAQUANT_AVX512 inline void encode_step(__m512i& state, std::uint16_t*& words, __m512i reciprocal, __m512i rest) {
     const __m512i whole = _mm512_set1_epi32(frequency_total);
-    const __m512i complement = _mm512_and_si512(rest, _mm512_set1_epi32(frequency_total - 1));
+    const __m512i complement = low_bits(rest);
 
     // A state is full if its highest 12 bits are not below the frequency.
     const __m512i high_bits = _mm512_srli_epi32(state, 32 - frequency_bits);
@@ -168,35 +270,51 @@ DYNAQUANT_AVX512 inline void encode_step(__m512i& state, std::uint16_t*& words, 
     state = _mm512_add_epi32(_mm512_add_epi32(state, bias), _mm512_mullo_epi32(quotient, complement));
 }
 
-template <unsigned vectors, bool with_parent>
+template <unsigned vectors, bool with_parent, class Steps>
 DYNAQUANT_AVX512 void encode_rows(Encoding& block, std::span<const std::uint8_t> levels) {
     constexpr std::size_t row = vectors * lanes;
+    const Steps steps(*block.table);
+    const __m256i columns = _mm256_set1_epi16(static_cast<short>(block.table->columns));
     __m512i state[vectors];
     for (unsigned v = 0; v < vectors; ++v) state[v] = _mm512_loadu_si512(block.states.data() + v * lanes);
     std::uint16_t* words = block.words;
-    const std::uint8_t* parent = block.parent;
     for (std::size_t end = levels.size(); end > 0; end -= row)
         for (unsigned v = vectors; v-- > 0;) {
             const std::size_t i = end - row + v * lanes;
-            encode_step<with_parent>(state[v], words, *block.table, parent + (with_parent ? i : 0), levels.data() + i);
+            __m256i pair = _mm256_cvtepu8_epi16(load16(levels.data() + i));
+            if constexpr (with_parent) {
+                const __m256i parent = _mm256_cvtepu8_epi16(load16(block.parent + i));
+                pair = _mm256_add_epi16(pair, _mm256_mullo_epi16(parent, columns));
+            }
+            const __m512i at = _mm512_cvtepu16_epi32(pair);
+            encode_step(state[v], words, steps.reciprocals(at), steps.rests(at));
         }
     for (unsigned v = 0; v < vectors; ++v) _mm512_storeu_si512(block.states.data() + v * lanes, state[v]);
     block.words = words;
 }
 
-template <unsigned vectors>
-constexpr auto encode_with = std::array{encode_rows<vectors, false>, encode_rows<vectors, true>};
+template <unsigned vectors, class Steps>
+constexpr auto encode_with = std::array{encode_rows<vectors, false, Steps>, encode_rows<vectors, true, Steps>};
 
 }  // namespace
 
 std::size_t decode_rows_avx512(Decoding& block, unsigned states, std::span<std::uint8_t> levels, std::size_t begin) {
     if (block.parent == nullptr)
         return states == 32 ? decode_alone<2>(block, levels, begin) : decode_alone<1>(block, levels, begin);
-    return states == 32 ? decode_given<2>(block, levels, begin) : decode_given<1>(block, levels, begin);
+    const std::uint8_t highest = highest_of({block.parent + begin, levels.size() - begin});
+    if (highest <= NearSymbolsOfFew::highest)
+        return states == 32 ? decode_given<2, NearSymbolsOfFew>(block, levels, begin)
+                            : decode_given<1, NearSymbolsOfFew>(block, levels, begin);
+    return states == 32 ? decode_given<2, NearSymbols>(block, levels, begin)
+                        : decode_given<1, NearSymbols>(block, levels, begin);
 }
 
 void encode_rows_avx512(Encoding& block, unsigned states, std::span<const std::uint8_t> levels) {
-    (states == 32 ? encode_with<2> : encode_with<1>)[block.parent != nullptr](block, levels);
+    const bool with_parent = block.parent != nullptr;
+    if (block.table->steps.size() <= StepsOfFew::most)
+        (states == 32 ? encode_with<2, StepsOfFew> : encode_with<1, StepsOfFew>)[with_parent](block, levels);
+    else
+        (states == 32 ? encode_with<2, StepsInMemory> : encode_with<1, StepsInMemory>)[with_parent](block, levels);
 }
 
 }  // namespace dynaquant::level_rans

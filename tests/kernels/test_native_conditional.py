@@ -99,21 +99,23 @@ WIDE_SIZES = (BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 13, 6 * BLOCK + 17, WIDE + 1, 2 
 """With 8, 8, 16, 32, 32, 32 and 32 states, and one to three blocks."""
 
 
+@pytest.mark.parametrize("counts", [(3, 3), (8, 8), (8, 9), (40, 64), (40, 65), (200, 256)])
 @pytest.mark.parametrize("kinds", [("skewed", "none"), ("two", "none"), ("random", "random"), ("skewed", "skewed")])
 @pytest.mark.parametrize("size", WIDE_SIZES)
-def test_all_instructions_give_the_same_bytes_and_levels(size, kinds):
+def test_all_instructions_give_the_same_bytes_and_levels(size, kinds, counts):
+    symbols, sources = counts  # up to 64 pairs, and up to 64 parent levels, are looked up in registers
     random = np.random.default_rng(size)
-    levels = some(kinds[0], size, 40, random)
-    parent = NOTHING if kinds[1] == "none" else some(kinds[1], size, 256, random)
-    level_of, symbol_of, context_of = tables(40, 256, random)
+    levels = some(kinds[0], size, symbols, random)
+    parent = NOTHING if kinds[1] == "none" else some(kinds[1], size, sources, random)
+    level_of, symbol_of, context_of = tables(symbols, sources, random)
     streams = []
     for instructions in INSTRUCTIONS:
         with limited(instructions):
-            streams.append(encoded(levels, parent, symbol_of, context_of, 256))
+            streams.append(encoded(levels, parent, symbol_of, context_of, sources))
     assert len(set(streams)) == 1
     for instructions in INSTRUCTIONS:
         with limited(instructions):
-            found = decoded(streams[0], size, parent, level_of, context_of, 256, 40)
+            found = decoded(streams[0], size, parent, level_of, context_of, sources, symbols)
         assert np.array_equal(found, levels), instructions
 
 
