@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import dynaquant as dq
 from dynaquant.engine.kernels import device as device_kernels
 from dynaquant.training import rng
+from dynaquant.training.gradients import Scaling, sums_of_squares
 
 HERE = Path(__file__).parent
 WIDTH = 512
@@ -168,6 +169,18 @@ def test_only_levels_cross_from_the_emulated_device(metric, tmp_path):
     samples = 2 * 4 * 32_768 * 2  # of both moments of two weights
     assert saved.bytes_to_host < 3.1 * parameters + samples + 65_536  # a byte for each weight and moment
     assert saved.bytes_to_device < 1.1 * parameters + 4 * 65_536 + 65_536  # levels of second moments, and tables
+
+
+@emulates
+def test_gradients_are_recorded_without_a_wait_for_the_emulated_device():
+    gradients = {str(i): torch.randn(8 + i, 600).to(DEVICE) for i in range(500)}
+    scaling = Scaling(torch.tensor([8.0]).to(DEVICE), torch.zeros(1).to(DEVICE))
+    before = emulated.crossings()
+    recorded = sums_of_squares(gradients, sums_of_squares(gradients, {}, scaling), scaling)
+    crossed = emulated.crossings() - before
+    assert crossed.waits == crossed.copies_to_host == crossed.bytes_to_device == 0
+    for name, gradient in gradients.items():
+        assert float(recorded[name]) == pytest.approx(float(gradient.cpu().square().mean()) / 32, rel=1e-4)
 
 
 @emulates

@@ -12,7 +12,7 @@ from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.engine.tensors.codebook import RUNGS_PER_OCTAVE
 from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.store.run import Run
-from dynaquant.training.gradients import SMOOTHING, GradientRecorder
+from dynaquant.training.gradients import SMOOTHING, GradientRecorder, Scaling, sums_of_squares
 
 
 def model_of():
@@ -313,3 +313,73 @@ def test_a_checkpoint_uses_the_gradients_of_all_its_optimizers(tmp_path, monkeyp
     stored = run.load(run.file(1))
     rungs = [stored[f"model.{i}.weight"].codebook.rung for i in range(2)]
     assert rungs[0] - rungs[1] == pytest.approx(RUNGS_PER_OCTAVE * math.log2(4), abs=1)
+
+
+def test_sums_of_squares_are_those_of_each_gradient():
+    def some(dtype, *shape):
+        return torch.randn(shape).to(dtype)
+
+    gradients = [
+        {
+            "small": some(torch.float32, 30, 7),
+            "half": some(torch.bfloat16, 40),
+            "double": some(torch.float64, 3),
+            "large": some(torch.float32, 600, 600),
+            "empty": some(torch.float32, 0, 4),
+            "scalar": some(torch.float32),
+            "infinite": torch.tensor([1.0, math.inf]),
+        }
+        for _ in range(3)
+    ]
+    gradients[1]["new"] = some(torch.float32, 5)
+    del gradients[2]["half"]
+    recorded = {}
+    for each in gradients:
+        recorded |= sums_of_squares(each, recorded, Scaling())
+    assert recorded.pop("infinite") == recorded.pop("empty") == 0
+    for name, found in recorded.items():
+        seen = [each[name].double().square().mean() for each in gradients if name in each]
+        assert float(found) == pytest.approx(float(sum(seen)), rel=1e-5)
+        assert found.dtype == torch.float32
+
+
+def test_sums_of_squares_of_scaled_gradients_are_unscaled_and_leave_out_skipped_steps():
+    gradients, scale = {"a": torch.randn(5), "b": torch.randn(600, 600)}, torch.tensor([512.0])
+    expected = sums_of_squares(gradients, {}, Scaling())
+    scaled = {name: 512 * gradient for name, gradient in gradients.items()}
+    recorded = sums_of_squares(scaled, {}, Scaling(scale, torch.tensor(0.0)))
+    recorded = sums_of_squares(scaled, recorded, Scaling(scale, torch.tensor(1.0)))
+    for name, found in recorded.items():
+        torch.testing.assert_close(found, expected[name])
+        assert found.dim() == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_changes_nothing_in_what_a_checkpoint_of_sgd_knows(fused, tmp_path):
+    def rungs(scaled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 80), nn.Tanh(), nn.Linear(80, 2))
+        optimizer = optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        with dq.Checkpointer(tmp_path / str(scaled), model, optimizer) as checkpointer:
+            for batch in torch.randn(5, 5, 40):
+                optimizer.zero_grad()
+                scaler.scale(model(batch).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            checkpointer.save(5).result()
+        run = Run(tmp_path / str(scaled))
+        return {
+            entry.name: entry.scheme.to_json() for entry in run.newest().header.entries if entry.label.role == "weight"
+        }
+
+    assert rungs(True) == rungs(False)
+
+
+def test_gradients_that_have_gradients_are_recorded_without_their_graph():
+    model, optimizer, _ = parts()
+    recorder = GradientRecorder(dict(model.named_parameters()), optimizer, 50, accumulate=sums_of_squares)
+    model(torch.randn(5, 4)).square().mean().backward(create_graph=True)
+    optimizer.step()
+    assert not any(recorded.requires_grad for recorded in recorder.collect().values())
+    optimizer.zero_grad()

@@ -15,6 +15,7 @@ from dynaquant.engine.quantize.step_limits import StepLimits
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.group import Group
 from dynaquant.search.prepared import PreparedWeights
+from dynaquant.training.gradients import Recorded, Scaling
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Method(Protocol):
     supports_shards: bool
     uses_mean_squares: bool
 
-    def accumulate(self, gradient: Tensor, before: Tensor | None) -> Tensor | None:
-        """Return what to record of a parameter from now on. before: what was recorded so far."""
+    def accumulate(self, gradients: Recorded, before: Recorded, scaling: Scaling) -> Recorded:
+        """Return what to record of parameters from now on. before: what was recorded so far."""
         ...
 
     def mean_square(self, recorded: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,25 +15,79 @@ SMOOTHING = 0.9
 """β of the moving average ``EMA_t = β·g_t + (1-β)·EMA_{t-1}`` (method 1.1)."""
 
 
-Accumulate = Callable[[Tensor, Tensor | None], Tensor | None]
-"""Takes a parameter's gradient and what was recorded before, or None; returns what to record from now on."""
+@dataclass(frozen=True)
+class Scaling:
+    """What GradScaler leaves to a fused optimizer, which unscales gradients and skips steps itself; otherwise None.
+
+    scale: of the gradients. found_inf: not 0 if the step is skipped. Both are on a device.
+    """
+
+    scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling:
+        """Return the scaling of the step that begins."""
+        return cls(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
 
 
-def moving_average(gradient: Tensor, before: Tensor | None) -> Tensor | None:
-    """Return the moving average of method 1.1, float32 in host memory. Skips gradients that are not finite."""
-    gradient = gradient.to("cpu", torch.float32)
-    if not gradient.isfinite().all():
-        return before
-    if before is None or before.shape != gradient.shape:
-        return gradient.clone()
-    return before.lerp_(gradient, SMOOTHING)
+Recorded = dict[str, Tensor]
+"""Tensors by the names of parameters."""
+Accumulate = Callable[[Recorded, Recorded, Scaling], Recorded]
+"""Takes the gradients of a step and what was recorded before. Returns what to record of these parameters."""
+_TOGETHER = 1 << 18
+"""Gradients of at most so many elements are reduced together. In float32, sums over many more would be inexact."""
 
 
-def sum_of_squares(gradient: Tensor, before: Tensor | None) -> Tensor:
-    """Return the sum over the steps of the gradient's mean square. It stays on the device, so nothing is blocked."""
-    square = gradient.to(torch.float32).square().mean()
-    square = torch.where(square.isfinite(), square, 0.0)
-    return square if before is None else before + square
+def moving_averages(gradients: Recorded, before: Recorded, scaling: Scaling) -> Recorded:
+    """Return moving averages (method 1.1), float32 in host memory. Skips gradients that are not finite."""
+    if scaling.found_inf is not None and float(scaling.found_inf) != 0:
+        return {}
+    found = {}
+    for name, on_device in gradients.items():
+        gradient = on_device.to("cpu", torch.float32)
+        if scaling.scale is not None:
+            gradient = gradient / float(scaling.scale)
+        if not gradient.isfinite().all():
+            continue
+        average = before.get(name)
+        fits = average is not None and average.shape == gradient.shape
+        found[name] = average.lerp_(gradient, SMOOTHING) if average is not None and fits else gradient.clone()
+    return found
+
+
+def sums_of_squares(gradients: Recorded, before: Recorded, scaling: Scaling) -> Recorded:
+    """Return sums over the steps of the gradients' mean squares. They stay on the device, so nothing waits for it.
+
+    A gradient that is not finite counts as zero.
+    """
+    groups: dict[tuple[torch.device, bool], list[str]] = {}
+    for name, gradient in gradients.items():
+        small = gradient.numel() <= _TOGETHER and gradient.dtype != torch.float64  # whose norms are float64
+        groups.setdefault((gradient.device, small), []).append(name)
+    found: Recorded = {}
+    for (device, small), names in groups.items():
+        squares = _mean_squares([gradients[name] for name in names], small)
+        if scaling.scale is not None:
+            squares = squares / scaling.scale.to(device).square()
+        counts = squares.isfinite()
+        if scaling.found_inf is not None:
+            counts = counts & (scaling.found_inf.to(device) == 0)
+        squares = torch.where(counts, squares, 0.0)
+        if any(name in before for name in names):
+            zero = torch.zeros((), device=device)
+            squares = squares + torch.stack([before.get(name, zero) for name in names])
+        found |= zip(names, squares.unbind(), strict=True)
+    return found
+
+
+def _mean_squares(gradients: list[Tensor], small: bool) -> Tensor:
+    """Return the mean square of each gradient, float32. Small ones are reduced together, in few operations."""
+    if not small:
+        return torch.stack([gradient.to(torch.float32).square().mean() for gradient in gradients])
+    norms = torch._foreach_norm(gradients, 2, torch.float32)
+    roots = torch._foreach_div(norms, [max(1, gradient.numel()) ** 0.5 for gradient in gradients])
+    return torch.stack(roots).square()
 
 
 class GradientRecorder:
@@ -43,8 +98,8 @@ class GradientRecorder:
 
     parameters: the tensors to record, by the name under which ``collect`` returns them. window: number of steps before
     each ``collect`` that are recorded; other steps cost nothing. interval: steps until the first ``collect``, None if
-    unknown. Each later ``collect`` is expected after as many steps as the last one. accumulate: ``moving_average`` or
-    ``sum_of_squares``.
+    unknown. Each later ``collect`` is expected after as many steps as the last one. accumulate: ``moving_averages`` or
+    ``sums_of_squares``.
     """
 
     def __init__(
@@ -53,7 +108,7 @@ class GradientRecorder:
         optimizer: torch.optim.Optimizer,
         window: int,
         interval: int | None = None,
-        accumulate: Accumulate = moving_average,
+        accumulate: Accumulate = moving_averages,
     ) -> None:
         self._accumulate = accumulate
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -62,25 +117,20 @@ class GradientRecorder:
         self._recorded: dict[str, Tensor] = {}
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
+    @torch.no_grad()  # gradients of gradients have a graph, which would be kept
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # GradScaler passes scaled gradients to fused optimizers, which unscale them or skip the step themselves.
-        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if found_inf is not None and float(found_inf) != 0:
-            return
         self._steps += 1
         if self._interval is not None and self._steps <= self._interval - self._window:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is None or parameter.grad is None or parameter.grad.layout != torch.strided:
-                    continue
-                gradient = local_of(parameter.grad)
-                if scale is not None:
-                    gradient = gradient.to(torch.float32) / float(scale)
-                updated = self._accumulate(gradient, self._recorded.get(name))
-                if updated is not None:
-                    self._recorded[name] = updated
+        gradients = {
+            name: local_of(parameter.grad)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (name := self._names.get(id(parameter))) is not None
+            and parameter.grad is not None
+            and parameter.grad.layout == torch.strided
+        }
+        self._recorded |= self._accumulate(gradients, self._recorded, Scaling.of(optimizer))
 
     @property
     def recorded(self) -> dict[str, Tensor]:

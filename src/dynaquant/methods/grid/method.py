@@ -23,7 +23,7 @@ from dynaquant.search.displacement import keeps_enough
 from dynaquant.search.judge import DistortionJudge, JudgedBy
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.trials import Trials
-from dynaquant.training.gradients import sum_of_squares
+from dynaquant.training.gradients import sums_of_squares
 
 
 class GridMethod:
@@ -34,7 +34,7 @@ class GridMethod:
     quantizes_moments: bool = True
     supports_shards: bool = True
     uses_mean_squares: bool = True
-    accumulate = staticmethod(sum_of_squares)
+    accumulate = staticmethod(sums_of_squares)
 
     def mean_square(self, recorded: Tensor) -> float:
         """Return what was recorded: the sum of mean squares."""

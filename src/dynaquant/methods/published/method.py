@@ -22,7 +22,7 @@ from dynaquant.search.decision import Found, Search
 from dynaquant.search.judge import DistortionJudge
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.trials import Trials
-from dynaquant.training.gradients import moving_average
+from dynaquant.training.gradients import moving_averages
 
 
 class PublishedMethod:
@@ -33,7 +33,7 @@ class PublishedMethod:
     quantizes_moments: bool = False
     supports_shards: bool = False
     uses_mean_squares: bool = False
-    accumulate = staticmethod(moving_average)
+    accumulate = staticmethod(moving_averages)
 
     def mean_square(self, recorded: Tensor) -> float:
         """Return the mean square of an average gradient."""
