@@ -117,7 +117,6 @@ class GradientRecorder:
         self._recorded: dict[str, Tensor] = {}
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
-    @torch.no_grad()  # gradients of gradients have a graph, which would be kept
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         if self._interval is not None and self._steps <= self._interval - self._window:
