@@ -10,6 +10,7 @@ from committed import checkpoint_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dynaquant as dq
 from dynaquant.store import catalogue, container
 from dynaquant.store.catalogue import NAME, Catalogue, Line, Listed
 from dynaquant.store.commit import WritableRun
@@ -62,6 +63,23 @@ def test_a_listing_opens_no_checkpoint(run, opened):
     assert opened == []
     assert found == wanted(run)
     assert [each.summary.step for each in found] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_listing_leaves_out_how_far_each_weight_has_moved(tmp_path, opened):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dq.Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        for step in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            checkpointer.save(step).result()
+    assert Run(tmp_path).newest().header.record["displaced"]
+    assert b"displaced" not in (tmp_path / NAME).read_bytes()
+    opened.clear()
+    found = listed(Run(tmp_path))
+    assert opened == []
+    assert found == wanted(Run(tmp_path))
+    assert found[-1].record["seconds"]
 
 
 def test_a_small_run_has_no_catalogue(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from dynaquant.saving.schedule import Schedule
 from dynaquant.saving.training_budget import TrainingBudget
 from dynaquant.saving.unchanged_weights import LastWeight, restored_weights
 from dynaquant.search.search_memory import SearchMemory
-from dynaquant.store.container import Header
+from dynaquant.store.container import DISPLACED, Header
 
 TYPICAL_EQUIVALENTS = 2.0
 """What a search is expected to cost before any was measured, in evaluations on all batches: one of the weights in
@@ -73,7 +73,7 @@ class Memory:
 
     def to_record(self, displaced: Mapping[str, float]) -> dict[str, Any]:
         """Return what a record keeps beside the search. displaced: of the present save."""
-        found: dict[str, Any] = {"displaced": displacements.to_json(displaced), "costs": list(self.costs)}
+        found: dict[str, Any] = {DISPLACED: displacements.to_json(displaced), "costs": list(self.costs)}
         return found if self.budget is None else {**found, "training_budget": self.budget.to_json()}
 
     def restored(
@@ -100,7 +100,7 @@ class Memory:
                 budget = budget.restored(degradation_of(record))
         return replace(
             self,
-            displacements=self.displacements.continued(record.get("displaced")),
+            displacements=self.displacements.continued(record.get(DISPLACED)),
             search=SearchMemory.from_record(record, weights),
             budget=budget,
             last_weights=last_weights,

@@ -18,7 +18,7 @@ from typing import Any
 
 from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
-from dynaquant.store.container import CheckpointFile, Parent, Summary, is_step
+from dynaquant.store.container import DISPLACED, CheckpointFile, Parent, Summary, is_step
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
 
@@ -35,8 +35,8 @@ _STALE_LINES = 100
 class Listed:
     """What a listing says of a checkpoint.
 
-    path: of its own file. record: of its header. roles: raw and stored bytes of its tensors by role, without tensors
-    whose values are not in it. size: bytes of its files.
+    path: of its own file. record: of its header, without ``displaced``. roles: raw and stored bytes of its tensors by
+    role, without tensors whose values are not in it. size: bytes of its files.
     """
 
     path: Path
@@ -48,8 +48,8 @@ class Listed:
     @classmethod
     def of(cls, file: CheckpointFile) -> Listed:
         """Return what is listed of an opened checkpoint."""
-        roles = bytes_by_role(file.header.entries)
-        return cls(file.path, file.header.summary, file.header.record, roles, file.total_size)
+        record = {key: value for key, value in file.header.record.items() if key != DISPLACED}
+        return cls(file.path, file.header.summary, record, bytes_by_role(file.header.entries), file.total_size)
 
 
 def bytes_by_role(entries: Iterable[Entry]) -> dict[str, tuple[int, int]]:

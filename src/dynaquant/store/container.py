@@ -69,6 +69,8 @@ class Parent:
 
 NOT_FINITE = "not_finite"
 """Key of a record: how many weights have infinite or NaN values."""
+DISPLACED = "displaced"
+"""Key of a record: how far each weight has moved since the training began. A listing leaves it out, as it is large."""
 
 
 @dataclass(frozen=True)
