@@ -206,9 +206,9 @@ decides by its estimate. `torch.save` writes the same state before each save.
 {shown.in_markdown()}
 
 *Blocks* and *on the disk* are multiples of `torch.save` with fsync; *load* is a multiple of `torch.load`, with files in
-the system's cache. Each load is the first and only one of a process, as after a crash: the fastest of {TURNS}. The keyframe
-is a checkpoint without a parent; the last link needs all others. Memory of saves is the peak beyond the training, for each of the state's values, which have four bytes. Memory
-of loads is the peak, the loaded state included.
+the system's cache. Each load is the first and only one of its process, as after a crash; the fastest of {TURNS} counts.
+The keyframe is a checkpoint without a parent; the last link needs all others. Memory of saves is the peak beyond the
+training, for each of the state's values, which have four bytes. Memory of loads is the peak, the loaded state included.
 {threads} thread for everything. {sentence(described)}
 """
 

@@ -53,6 +53,7 @@ REPORTS = [
     Report("sharded.py", "ranks that are killed, other numbers of ranks", (30, 0)),
     Report("real_size.py", "a GPT of 33 million weights, killed three times", (60, 1)),
     Report("chain.py", "how long saves block, how fast chains load", (8, 1), needs_data=False),
+    Report("long_run.py", "3,000 checkpoints: saves, restores, listings", (30, 1), needs_data=False),
     Report("throughput.py", "saves and restores against archives and managers", (12, 1), needs_data=False),
     Report("lossless.py", "exact values against lossless coders", (8, 1)),
     Report("save.py", "dq.save beside torch.save and safetensors", (3, 1), needs_data=False),
