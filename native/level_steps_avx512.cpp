@@ -202,54 +202,29 @@ DYNAQUANT_AVX512 std::size_t decode_given(Decoding& block, std::span<std::uint8_
     return begin;
 }
 
-// Looks up the steps of sixteen pairs of a parent's level and a level.
-class StepsInMemory {
-public:
-    DYNAQUANT_AVX512 explicit StepsInMemory(const EncoderTable& table) : steps_(table.steps.data()) {}
-    DYNAQUANT_AVX512 __m512i reciprocals(__m512i pair) const {
-        return _mm512_i32gather_epi32(pair, &steps_->reciprocal, sizeof(EncoderStep));
-    }
-    DYNAQUANT_AVX512 __m512i rests(__m512i pair) const {
-        return _mm512_i32gather_epi32(pair, &steps_->rest, sizeof(EncoderStep));
-    }
-
-private:
-    const EncoderStep* steps_;
+// The steps of sixteen levels.
+struct Steps {
+    __m512i reciprocal, rest;
 };
 
-// The same for at most 64 pairs, without gather instructions, which are slow on many processors.
-class StepsOfFew {
-public:
-    static constexpr std::size_t most = 4 * lanes;
-
-    DYNAQUANT_AVX512 explicit StepsOfFew(const EncoderTable& table) {
-        std::array<std::uint32_t, most> reciprocals{}, rests{};
-        for (std::size_t i = 0; i < table.steps.size(); ++i) {
-            reciprocals[i] = table.steps[i].reciprocal;
-            rests[i] = table.steps[i].rest;
-        }
-        for (unsigned q = 0; q < 4; ++q) {
-            reciprocals_[q] = _mm512_loadu_si512(reciprocals.data() + q * lanes);
-            rests_[q] = _mm512_loadu_si512(rests.data() + q * lanes);
-        }
-    }
-    DYNAQUANT_AVX512 __m512i reciprocals(__m512i pair) const { return look_up_pairs(reciprocals_, pair); }
-    DYNAQUANT_AVX512 __m512i rests(__m512i pair) const { return look_up_pairs(rests_, pair); }
-
-private:
-    DYNAQUANT_AVX512 static __m512i look_up_pairs(const __m512i* quarters, __m512i pair) {
-        const __m512i low = _mm512_permutex2var_epi32(quarters[0], pair, quarters[1]);
-        const __m512i high = _mm512_permutex2var_epi32(quarters[2], pair, quarters[3]);
-        return _mm512_mask_mov_epi32(low, _mm512_cmpge_epu32_mask(pair, _mm512_set1_epi32(2 * lanes)), high);
-    }
-
-    __m512i reciprocals_[4], rests_[4];
-};
+// Returns the steps of sixteen pairs of a parent's level and a level. Scalar look-ups: gather instructions do the same,
+// but are slower on many processors.
+DYNAQUANT_AVX512 inline Steps steps_of(const EncoderTable& table, __m512i pairs) {
+    alignas(64) std::array<std::uint32_t, lanes> at;
+    _mm512_store_si512(at.data(), pairs);
+    const auto step = [&](unsigned lane) { return std::bit_cast<long long>(table.steps[at[lane]]); };
+    const __m512i first = _mm512_setr_epi64(step(0), step(1), step(2), step(3), step(4), step(5), step(6), step(7));
+    const __m512i second =
+        _mm512_setr_epi64(step(8), step(9), step(10), step(11), step(12), step(13), step(14), step(15));
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return {_mm512_permutex2var_epi32(first, even, second), _mm512_permutex2var_epi32(first, odd, second)};
+}
 
 // Encodes one level with each of sixteen states. Writes words backwards from `words`.
-DYNAQUANT_AVX512 inline void encode_step(__m512i& state, std::uint16_t*& words, __m512i reciprocal, __m512i rest) {
+DYNAQUANT_AVX512 inline void encode_step(__m512i& state, std::uint16_t*& words, const Steps& steps) {
     const __m512i whole = _mm512_set1_epi32(frequency_total);
-    const __m512i complement = low_bits(rest);
+    const __m512i complement = low_bits(steps.rest);
 
     // A state is full if its highest 12 bits are not below the frequency.
     const __m512i high_bits = _mm512_srli_epi32(state, 32 - frequency_bits);
@@ -260,20 +235,19 @@ DYNAQUANT_AVX512 inline void encode_step(__m512i& state, std::uint16_t*& words, 
                              _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, state)));
     state = _mm512_mask_srli_epi32(state, full, state, 16);
 
-    const __m512i rounded = _mm512_add_epi32(state, _mm512_srli_epi32(rest, 29));
-    const __m512i even = _mm512_mul_epu32(rounded, reciprocal);
-    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(rounded, 32), _mm512_srli_epi64(reciprocal, 32));
+    const __m512i rounded = _mm512_add_epi32(state, _mm512_srli_epi32(steps.rest, 29));
+    const __m512i even = _mm512_mul_epu32(rounded, steps.reciprocal);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(rounded, 32), _mm512_srli_epi64(steps.reciprocal, 32));
     const __m512i high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-    const __m512i shift = _mm512_and_si512(_mm512_srli_epi32(rest, 25), _mm512_set1_epi32(0xF));
-    const __m512i bias = _mm512_and_si512(_mm512_srli_epi32(rest, 12), _mm512_set1_epi32(0x1FFF));
+    const __m512i shift = _mm512_and_si512(_mm512_srli_epi32(steps.rest, 25), _mm512_set1_epi32(0xF));
+    const __m512i bias = _mm512_and_si512(_mm512_srli_epi32(steps.rest, 12), _mm512_set1_epi32(0x1FFF));
     const __m512i quotient = _mm512_srlv_epi32(high, shift);
     state = _mm512_add_epi32(_mm512_add_epi32(state, bias), _mm512_mullo_epi32(quotient, complement));
 }
 
-template <unsigned vectors, bool with_parent, class Steps>
+template <unsigned vectors, bool with_parent>
 DYNAQUANT_AVX512 void encode_rows(Encoding& block, std::span<const std::uint8_t> levels) {
     constexpr std::size_t row = vectors * lanes;
-    const Steps steps(*block.table);
     const __m256i columns = _mm256_set1_epi16(static_cast<short>(block.table->columns));
     __m512i state[vectors];
     for (unsigned v = 0; v < vectors; ++v) state[v] = _mm512_loadu_si512(block.states.data() + v * lanes);
@@ -286,15 +260,14 @@ DYNAQUANT_AVX512 void encode_rows(Encoding& block, std::span<const std::uint8_t>
                 const __m256i parent = _mm256_cvtepu8_epi16(load16(block.parent + i));
                 pair = _mm256_add_epi16(pair, _mm256_mullo_epi16(parent, columns));
             }
-            const __m512i at = _mm512_cvtepu16_epi32(pair);
-            encode_step(state[v], words, steps.reciprocals(at), steps.rests(at));
+            encode_step(state[v], words, steps_of(*block.table, _mm512_cvtepu16_epi32(pair)));
         }
     for (unsigned v = 0; v < vectors; ++v) _mm512_storeu_si512(block.states.data() + v * lanes, state[v]);
     block.words = words;
 }
 
-template <unsigned vectors, class Steps>
-constexpr auto encode_with = std::array{encode_rows<vectors, false, Steps>, encode_rows<vectors, true, Steps>};
+template <unsigned vectors>
+constexpr auto encode_with = std::array{encode_rows<vectors, false>, encode_rows<vectors, true>};
 
 }  // namespace
 
@@ -310,11 +283,7 @@ std::size_t decode_rows_avx512(Decoding& block, unsigned states, std::span<std::
 }
 
 void encode_rows_avx512(Encoding& block, unsigned states, std::span<const std::uint8_t> levels) {
-    const bool with_parent = block.parent != nullptr;
-    if (block.table->steps.size() <= StepsOfFew::most)
-        (states == 32 ? encode_with<2, StepsOfFew> : encode_with<1, StepsOfFew>)[with_parent](block, levels);
-    else
-        (states == 32 ? encode_with<2, StepsInMemory> : encode_with<1, StepsInMemory>)[with_parent](block, levels);
+    (states == 32 ? encode_with<2> : encode_with<1>)[block.parent != nullptr](block, levels);
 }
 
 }  // namespace dynaquant::level_rans
