@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dynaquant as dq
 from dynaquant.engine.kernels import device as device_kernels
+from dynaquant.search.live_model import _TOO_SMALL
+from dynaquant.store.run import Run
 from dynaquant.training import rng
 from dynaquant.training.gradients import Scaling, sums_of_squares
 
@@ -236,6 +238,42 @@ def test_a_device_without_memory_gets_its_values_from_the_host(monkeypatch, tmp_
         checkpointer.restore()
     loaded = dq.load(tmp_path)["model"]
     assert all(torch.equal(each.cpu(), loaded[name]) for name, each in training.model.state_dict().items())
+
+
+class TrainingWithoutMemory(Training):
+    """A training whose device is full as long as there is a second model. evaluated: whether each was the first."""
+
+    def __init__(self) -> None:
+        super().__init__(DEVICE, 96)
+        self.own, self.evaluated = self.model[0].weight.data_ptr(), list[bool]()
+
+    def loss(self, model: nn.Module, rows: slice = slice(None)) -> torch.Tensor:
+        self.evaluated.append(model[0].weight.data_ptr() == self.own)
+        if not self.evaluated[-1]:
+            raise torch.OutOfMemoryError("the device is full")
+        return super().loss(model, rows)
+
+
+@accelerates
+@pytest.mark.parametrize("metric", ["function", "batches"])
+def test_candidates_take_the_place_of_the_weights_on_an_accelerator_without_memory(metric, caplog, tmp_path):
+    def identities(training: Training, folder: Path) -> list[str]:
+        parameters = list(training.model.parameters())
+        with dq.Checkpointer(folder, training.model, training.optimizer, **training.metric(metric)) as checkpointer:
+            for step in (1, 2):
+                training.step(3)
+                before = [(parameter.detach().clone(), parameter.grad) for parameter in parameters]
+                checkpointer.save(step).result()
+                for (values, gradient), parameter in zip(before, training.model.parameters(), strict=True):
+                    assert torch.equal(values, parameter)
+                    assert gradient is parameter.grad
+                assert list(map(id, training.model.parameters())) == list(map(id, parameters))
+        return [Run(folder).file(step).header.identity for step in (1, 2)]
+
+    full = TrainingWithoutMemory()
+    assert identities(full, tmp_path / "full") == identities(Training(DEVICE, 96), tmp_path / "free")
+    assert full.evaluated.count(False) == 1
+    assert [each.message for each in caplog.records if "in host memory" in each.message] == [_TOO_SMALL]
 
 
 @accelerates

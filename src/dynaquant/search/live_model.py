@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dynaquant.engine import kernels
@@ -23,6 +25,12 @@ from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
 from dynaquant.training.snapshot import Snapshot
 
+log = logging.getLogger("dynaquant")
+
+_TOO_SMALL = (
+    "the device has no memory for a candidate beside the model; from now on, candidates take the place of the weights, "
+    "which wait in host memory. That takes longer"
+)
 PREFIX = "model."
 """Begins the names of a model's parameters in a state."""
 
@@ -32,6 +40,7 @@ class LiveModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._in_place = False  # whether a device has been too small for a candidate beside the model
 
     def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> dict[str, ParameterValues]:
         """Return functions for the values of those weights of a candidate that are parameters of the model."""
@@ -45,45 +54,67 @@ class LiveModel:
         return found
 
     def score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
-        """Return ``evaluate`` of the model with other values for some parameters: see the function ``score``."""
-        own = {PREFIX + name: name for name, _ in named_parameters(self._model)}
-        return score(self._model, {own[name]: value for name, value in values.items() if name in own}, evaluate)
+        """Return ``evaluate`` of the model with other values for some parameters: see the function ``score``.
+
+        If a device has not enough memory for a candidate beside the model, it takes the place of the weights from then
+        on, and these wait in host memory.
+        """
+        names = {PREFIX + name: name for name, _ in named_parameters(self._model)}
+        own = {names[name]: value for name, value in values.items() if name in names}
+        begun = False
+
+        def noted(model: Any) -> float:
+            nonlocal begun
+            begun = True
+            return evaluate(model)
+
+        try:
+            return score(self._model, own, noted, self._in_place)
+        except torch.OutOfMemoryError:
+            # Another rank may wait for what ``evaluate`` has begun to communicate, so there it does not begin again.
+            again = not begun or not _has_other_ranks()
+            if self._in_place or not again or not any(map(_on_device, self._model.parameters())):
+                raise
+        self._in_place = True  # after the block above: its exception would keep what was allocated
+        log.warning(_TOO_SMALL)
+        return score(self._model, own, evaluate, self._in_place)
 
     def uses_batch_statistics(self, evaluate: Evaluate) -> bool:
         """Whether a metric evaluates batch norms of the model by the statistics of its batches."""
         return uses_batch_statistics_of(evaluate, self._model)
 
 
-def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
+def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Evaluate, in_place: bool = False) -> float:
     """Return ``evaluate`` of the model with other values for some parameters, by their names in the bare model.
 
-    ``evaluate`` sees copies of parameters and buffers; sharded parameters have other values meanwhile. When this
-    returns or raises, training mode and the global random number generators are as before. All scores from one state of
-    the generators see the same random numbers.
+    ``evaluate`` sees copies of parameters and buffers; sharded parameters have other values meanwhile. in_place: those
+    on devices, too. When this returns or raises, training mode and the global random number generators are as before.
+    All scores from one state of the generators see the same random numbers.
 
     Raises ValueError if ``evaluate`` does not return a number, EvaluateError if it has changed a frozen parameter, and
     whatever ``evaluate`` raises.
     """
     before, frozen = Snapshot(model), _frozen(model)
-    in_place = _InPlace(p for name, p in named_parameters(model) if name not in frozen or name in values)
+    writable = [p for name, p in named_parameters(model) if name not in frozen or name in values]
+    staying = _InPlace(writable, in_place)
     try:
         with torch.no_grad():
-            _substitute(model, values, in_place)
+            _substitute(model, values, staying)
             with collection_resumed():
                 number = number_of(evaluate(model), "evaluate")
     except Exception as error:
         abandon_forward(model)
         before.put_back()
-        in_place.put_back()
+        staying.put_back()
         _check_frozen(model, frozen, error)
         raise
     finally:
         try:
             before.put_back()
-            in_place.put_back()
+            staying.put_back()
         except BaseException:  # a signal interrupted it
             before.put_back()
-            in_place.put_back()
+            staying.put_back()
             raise
     _check_frozen(model, frozen)
     return number
@@ -98,14 +129,14 @@ def _check_frozen(model: nn.Module, before: Mapping[str, Any], cause: Exception 
         ) from cause
 
 
-def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], in_place: _InPlace) -> None:
+def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], staying: _InPlace) -> None:
     """Give the model other parameters and copies of its buffers. Frozen parameters are large, and not copied.
 
-    Sharded parameters stay, and get other values. Frozen ones of a class of their own stay, as layers may
-    need that class.
+    staying: parameters that stay, and get other values. Frozen ones of a class of their own stay, as layers may need
+    that class.
     """
     named = dict(named_parameters(model))
-    in_place.write({id(named[name]): value for name, value in values.items()})
+    staying.write({id(named[name]): value for name, value in values.items()})
     # By memory: a state has one tensor for several parameters that share their data.
     given = {_memory(named[name]): value for name, value in values.items()}
 
@@ -123,7 +154,7 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], in_plac
 
     def stays(parameter: nn.Parameter) -> bool:
         own_class = type(parameter) is not nn.Parameter and id(parameter) in shared
-        return is_sharded(parameter) or (own_class and _memory(parameter) not in given)
+        return is_sharded(parameter) or parameter in staying or (own_class and _memory(parameter) not in given)
 
     shared = {id(named[name]) for name in _frozen(model)}
     replacements: dict[int, Any] = {
@@ -174,35 +205,47 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _InPlace:
-    """Remembers the values and gradients of sharded parameters, so that ``evaluate`` may change them.
+    """Remembers the values and gradients of parameters that ``evaluate`` may change: sharded ones.
 
-    FSDP2 keeps references to its parameters, so they cannot be replaced by others, as those of other models are.
+    FSDP2 keeps references to its parameters, so they cannot be replaced by others, as those of other models are. What
+    is remembered takes as much memory as this rank's part of them, on the same device.
 
-    parameters: those that train; plain ones are left alone. The remembered values take as much memory as this rank's
-    part of them, on the same device.
+    parameters: those that may change; plain ones are left alone. on_devices: also remember plain ones on devices, and
+    all in host memory.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._own = [parameter for parameter in parameters if is_sharded(parameter)]
-        self._locals = [_data_of(parameter) for parameter in self._own]
-        self._before = [local.clone() for local in self._locals]
-        self._gradients = [parameter.grad for parameter in self._own]
+    def __init__(self, parameters: Iterable[nn.Parameter], on_devices: bool) -> None:
+        self._own = {id(p): p for p in parameters if is_sharded(p) or (on_devices and _on_device(p))}
+        self._locals = [_data_of(parameter) for parameter in self._own.values()]
+        self._before = [local.to(kernels.HOST, copy=True) if on_devices else local.clone() for local in self._locals]
+        self._gradients = [parameter.grad for parameter in self._own.values()]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._own
 
     def write(self, values: Mapping[int, Any]) -> None:
         """Write other values, of this rank's part. values: tensors, or functions that return them, by ``id``."""
-        for parameter in self._own:
+        for parameter in self._own.values():
             parameter.grad = None
-        for parameter, local in zip(self._own, self._locals, strict=True):
-            if (value := values.get(id(parameter))) is not None:
+        for key, local in zip(self._own, self._locals, strict=True):
+            if (value := values.get(key)) is not None:
                 local.copy_(value if isinstance(value, Tensor) else value())
 
     def put_back(self) -> None:
         """Put values and gradients back, bit for bit. Gathered parameters must be freed before. May be called again."""
         for parameter, local, before, gradient in zip(
-            self._own, self._locals, self._before, self._gradients, strict=True
+            self._own.values(), self._locals, self._before, self._gradients, strict=True
         ):
             local.copy_(before)
             parameter.grad = gradient
+
+
+def _on_device(parameter: Tensor) -> bool:
+    return parameter.device.type not in ("cpu", "meta")
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _data_of(parameter: Tensor) -> Tensor:

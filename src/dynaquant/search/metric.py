@@ -156,6 +156,8 @@ class UserMetric:
         drew: list[bool] = []
 
         def evaluate(model: Any) -> float:
+            for found in (losses, again, drew):  # of a device that had too little memory
+                found.clear()
             before = rng.get_state()
             with self._foretold(noise, number):
                 losses.extend(watched(metric, model, range(len(metric))))
