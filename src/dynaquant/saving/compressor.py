@@ -21,6 +21,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.saving.assemble import Assembled, assemble, assemble_on_access
 from dynaquant.saving.bounded_tensors import bounded_tensors
 from dynaquant.saving.compressed import Compressed
+from dynaquant.saving.gradient_energy import NOTE, GradientEnergy
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.presets import PRESETS, budget_of, largest_degradation
@@ -96,18 +97,23 @@ class Compressor:
         with timed(seconds, "capture"):
             names = {} if self.preset is None else source.weight_names
             weights = LazyMapping(names, lambda name: source.tensors[names[name]])
-            budget = self._budget_at(source, memory)
+            budget, run = self._budget_at(source, memory), self._group.run_reducing
+            energy = GradientEnergy()
+            if self.preset is not None:
+                energy = run(lambda: source.energy(weights))
+            trust = energy.trust(memory.strongest_gradients)
             # Ranks must come to the same decisions.
             limits = self._group.from_rank_0(
-                Limits(self._largest if budget is None else budget.allowed, last_resort=self._largest)
+                Limits(self._largest if budget is None else budget.allowed, last_resort=self._largest, trust=trust)
             )
-            limit = limits.allowed
+            limit = limits.of_estimate.allowed if self._manager.judges_by_distortion else limits.allowed
             last = self._usable_last_weights(limit, memory)
-            run = self._group.run_reducing
             compared = run(lambda: compare_weights(weights, last, source.untrained, source.hash_of, source.shards))
             bounded = run(lambda: bounded_tensors(source, self.preset))
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
+            if limits.trust < 1 and self._manager.judges_by_distortion:
+                notes.append(NOTE)
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error
                 bounded, decision = self._averages.judge(decision, bounded, source.tensors, source.labels, error, limit)
@@ -119,7 +125,14 @@ class Compressor:
         # A master weight is stored instead of its half-precision weight, and gets that weight's label.
         labels = {**source.labels, **{master: source.labels[name] for name, master in source.master_of.items()}}
         last_limit = limit if not compared.unchanged else memory.last_limit
-        remembered = replace(memory, search=decision.memory, budget=budget, last_weights={}, last_limit=last_limit)
+        remembered = replace(
+            memory,
+            search=decision.memory,
+            budget=budget,
+            last_weights={},
+            last_limit=last_limit,
+            strongest_gradients=max(memory.strongest_gradients, energy.average if energy.is_known else 0.0),
+        )
         found = Compressed(assembled, source.division, labels, decision, [*source.notes, *notes], remembered, compared)
         return found if source.on_access else found.with_last_weights(quantized)
 

@@ -11,6 +11,7 @@ from dynaquant.engine import kernels
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.methods.method import Method
 from dynaquant.ranks.dtensors import memory_of
+from dynaquant.saving.gradient_energy import GradientEnergy, gradient_energy
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.state.roles import quantizable
 from dynaquant.state.wrappers import named_parameters
@@ -56,13 +57,23 @@ class GradientStatistics:
 
         weights: tensors of the state, by name. shards: of the weights. Collective if there are any.
         """
-        # With master weights, the optimizer knows only these.
+        return mean_squared_gradients(self._trained(weights), self._optimizers, self._recorded(), shards)
+
+    def energy(self, weights: Mapping[str, Tensor], shards: Shards = WHOLE) -> GradientEnergy:
+        """Return how strong the gradients of the weights are. All as for ``mean_squares``."""
+        steps = max([recorder.recorded_steps for recorder in self._recorders], default=0)
+        recorded = {name: square / max(steps, 1) for name, square in self._recorded().items()}
+        return gradient_energy(self._trained(weights), self._optimizers, recorded, shards)
+
+    def _recorded(self) -> dict[str, float]:
+        statistics = kernels.small_on_host(self.recorded())
+        return {name: self._method.mean_square(statistic) for name, statistic in statistics.items()}
+
+    def _trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that optimizers train in the place of weights: themselves, or their master weights."""
         trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         own = self._parameters()
-        known = {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
-        statistics = kernels.small_on_host(self.recorded())
-        recorded = {name: self._method.mean_square(statistic) for name, statistic in statistics.items()}
-        return mean_squared_gradients(known, self._optimizers, recorded, shards)
+        return {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ class Memory:
     there is none. restored_step: of the last restore, the seed of stochastic rounding. costs: of the last searches, in
     evaluations on all batches. begun: whether this training has saved or restored a checkpoint. diverged: whether the
     last one has infinite or NaN weights. differed: names of the tensors in which ranks differed; None if unknown.
-    noted: notes that were logged.
+    noted: notes that were logged. strongest_gradients: the largest energy that they have had (``GradientEnergy``).
     """
 
     displacements: Displacements = field(default_factory=Displacements.of_nothing)
@@ -55,6 +56,7 @@ class Memory:
     diverged: bool = False
     differed: frozenset[str] | None = None
     noted: frozenset[str] = frozenset()
+    strongest_gradients: float = 0.0
 
     @classmethod
     def at_start(cls, quality: Quality) -> Memory:
@@ -73,7 +75,11 @@ class Memory:
 
     def to_record(self, displaced: Mapping[str, float]) -> dict[str, Any]:
         """Return what a record keeps beside the search. displaced: of the present save."""
-        found: dict[str, Any] = {DISPLACED: displacements.to_json(displaced), "costs": list(self.costs)}
+        found: dict[str, Any] = {
+            DISPLACED: displacements.to_json(displaced),
+            "costs": list(self.costs),
+            "strongest_gradients": self.strongest_gradients,
+        }
         return found if self.budget is None else {**found, "training_budget": self.budget.to_json()}
 
     def restored(
@@ -107,6 +113,7 @@ class Memory:
             last_limit=limit_of(record),
             restored_step=header.step,
             costs=_costs(record.get("costs")) or self.costs,
+            strongest_gradients=_energy(record.get("strongest_gradients")),
             begun=True,
             diverged=not header.summary.finite,
             differed=None,
@@ -121,6 +128,11 @@ class Memory:
         known = restored_weights(header, tensors).items()
         last_weights = {name: LastWeight(last.quantized, b"", None) for name, last in known}
         return replace(self, search=search, last_weights=last_weights, last_limit=limit_of(header.record))
+
+
+def _energy(stored: Any) -> float:
+    """Return an energy from a record; 0 if it is invalid."""
+    return stored if isinstance(stored, float) and 0 < stored < math.inf else 0.0
 
 
 def _costs(stored: Any) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from dynaquant.engine.forms.external import External
 from dynaquant.engine.label import Label
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.saving.division import Division
+from dynaquant.saving.gradient_energy import GradientEnergy
 from dynaquant.saving.training_budget import TrainingPosition
 
 MeanSquares = Callable[[Mapping[str, Tensor]], Mapping[str, float]]
@@ -23,6 +24,11 @@ HashOf = Callable[[str], str]
 
 def _unknown_parameter(name: str) -> str:
     raise KeyError(name)
+
+
+def no_gradients(_weights: Mapping[str, Tensor]) -> GradientEnergy:
+    """Return that nothing is known of the gradients."""
+    return GradientEnergy()
 
 
 def nothing_known(_weights: Mapping[str, Tensor]) -> Mapping[str, float]:
@@ -40,9 +46,10 @@ class Source:
     training is at this state; None if no training continues from it.
 
     Weights: ``master_of`` has the names of master weights by those of their half-precision weights. mean_squares:
-    returns F. gradients: what the method has recorded. records_gradients: whether it records at all.
-    vectors_count_more: whether vectors count more than other weights if no F is known. displaced: how far the training
-    has moved each tensor. untrained: names of the parameters that do not train. hash_of: returns the hash of one.
+    returns F. energy: returns how strong gradients are. gradients: what the method has recorded. records_gradients:
+    whether it records at all. vectors_count_more: whether vectors count more than other weights if no F is known.
+    displaced: how far the training has moved each tensor. untrained: names of the parameters that do not train.
+    hash_of: returns the hash of one.
 
     All others: ``external`` has the tensors whose values are not stored. frozen: names of parameters that do not train
     and have not changed; they get a file of their own. first_tolerances: those of single first moments, in place of the
@@ -58,6 +65,7 @@ class Source:
     position: Callable[[], TrainingPosition] | None = None
     master_of: Mapping[str, str] = field(default_factory=dict)
     mean_squares: MeanSquares = nothing_known
+    energy: Callable[[Mapping[str, Tensor]], GradientEnergy] = no_gradients
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     records_gradients: bool = False
     vectors_count_more: bool = False

@@ -112,14 +112,17 @@ class TrainingSource:
             tolerances = first_tolerances(self._objects, self._preset, interval, corrected)
             notes += note_on_parameters_without_optimizer(self._model, frozen)
             notes += notes_on_exact_moments(captured, self._objects, self._patterns)
+
+        def trained(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: own[master_of.get(name, name)] for name in weights}
+
         return Source(
             tensors=tensors,
             labels=captured.labels,
             position=lambda: TrainingPosition.of(step, self._optimizers),
             master_of=master_of,
-            mean_squares=lambda weights: self._gradients.mean_squares(
-                {name: own[master_of.get(name, name)] for name in weights}, captured.shards
-            ),
+            mean_squares=lambda weights: self._gradients.mean_squares(trained(weights), captured.shards),
+            energy=lambda weights: self._gradients.energy(trained(weights), captured.shards),
             gradients=self._gradients.recorded(),
             records_gradients=self._gradients.needed,
             displaced=displaced,

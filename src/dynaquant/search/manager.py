@@ -27,11 +27,18 @@ log = logging.getLogger("dynaquant")
 class Limits:
     """How much one checkpoint may lose by the metric, relative.
 
-    allowed: of a configuration that is good enough. last_resort: if none is, the best one may lose so much.
+    allowed: of a configuration that is good enough. last_resort: if none is, the best one may lose so much. trust: what
+    both are multiplied by if the estimate decides, at most 1.
     """
 
     allowed: float
     last_resort: float
+    trust: float = 1.0
+
+    @property
+    def of_estimate(self) -> Limits:
+        """The limits if the estimate decides."""
+        return Limits(self.allowed * self.trust, self.last_resort * self.trust)
 
 
 class ConfigurationManager:
@@ -115,11 +122,13 @@ class _Search:
 
     def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
-        at_once = 1 if self.prepared.shards.divided else self.group.size
-        estimate = self.prepared.estimate
-        trials = self._trials(estimate, self.limits.allowed, at_once, memory)
-        found = self._found(trials, memory)
-        return self._decided(found, trials, estimate, self.limits.allowed, 0.0, notes, memory)
+        limits, estimate = self.limits.of_estimate, self.prepared.estimate
+        search = replace(self, limits=limits)
+        trials = search._trials(
+            estimate, limits.allowed, 1 if self.prepared.shards.divided else self.group.size, memory
+        )
+        found = search._found(trials, memory)
+        return search._decided(found, trials, estimate, limits.allowed, 0.0, notes, memory)
 
     def _sight(
         self, metric: UserMetric, score: float, trials: Trials, memory: SearchMemory

@@ -114,6 +114,8 @@ class GradientRecorder:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._window, self._interval = window, interval
         self._steps = 0
+        self.recorded_steps = 0
+        """Of how many steps gradients were recorded since the last ``collect``."""
         self._recorded: dict[str, Tensor] = {}
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
@@ -121,6 +123,7 @@ class GradientRecorder:
         self._steps += 1
         if self._interval is not None and self._steps <= self._interval - self._window:
             return
+        self.recorded_steps += 1
         gradients = {
             name: local_of(parameter.grad)
             for group in optimizer.param_groups
@@ -140,6 +143,7 @@ class GradientRecorder:
         """Return what was recorded since the last call, by name, and start again."""
         recorded = self._recorded
         self._recorded, self._interval, self._steps = {}, self._steps or self._interval, 0
+        self.recorded_steps = 0
         return recorded
 
     def expect(self, interval: int | None) -> None:
@@ -148,7 +152,7 @@ class GradientRecorder:
 
     def forget(self) -> None:
         """Drop what was recorded and start again: after a restore, training continues from another step."""
-        self._recorded, self._steps = {}, 0
+        self._recorded, self._steps, self.recorded_steps = {}, 0, 0
 
     def close(self) -> None:
         """Remove the hook from the optimizer."""

@@ -1,0 +1,113 @@
+"""How strong gradients are now, beside earlier in the training: how far the estimate of the loss can be trusted.
+
+The estimate that stands in for a metric knows how much quantization changes the loss only relative to the loss of a
+model that has learned nothing (method 2.1). A loss that has become a million times smaller needs weights that are a
+thousand times more exact. It is not known without a metric, but gradients become weaker with it: near a minimum, their
+squares are proportional to the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaquant.engine import kernels
+from dynaquant.engine.shards import Shards
+from dynaquant.ranks.dtensors import local_of
+
+NOTE = (
+    "gradients are far weaker than earlier in this training, so its loss probably is, too; as there is no metric, the "
+    "weights are stored more finely: give evaluate to know what checkpoints lose"
+)
+_TENSORS, _SAMPLE = 64, 4096
+"""Only so many tensors are looked at, the largest ones, and so many elements of each."""
+_OF_NOISE = 19.0
+"""The mean square of noise over that of its moving average with β = 0.9, (1 + β) / (1 - β)."""
+_MOSTLY_NOISE = (0.1, 6.0)
+"""Of training on batches, ``_OF_NOISE`` times the square of the first moment is 0.2 to 3 times the second. Less
+means that gradients have just become weaker, more that they have hardly any noise."""
+_WEAK, _WEAK_IN_NOISE, _WEAK_IF_UNKNOWN = 1 / 32, 1e-4, 1e-3
+"""The share of the strongest energy below which gradients count as far weaker. Those of a language model become ten
+times weaker soon after its first steps, and that changes nothing."""
+
+
+@dataclass(frozen=True)
+class GradientEnergy:
+    """The sum of the squares of the gradients of the largest tensors.
+
+    average: of the last steps that the optimizer averages. now: an upper bound for the present ones. knows_noise:
+    whether the two tell how much of it is noise.
+    """
+
+    average: float = 0.0
+    now: float = 0.0
+    knows_noise: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether both are numbers above zero."""
+        return 0 < self.average < math.inf and 0 < self.now < math.inf
+
+    def trust(self, strongest: float) -> float:
+        """Return by how much the limit of the estimate is multiplied, at most 1. strongest: energy of the training."""
+        if not self.is_known:
+            return 1.0
+        strongest = max(strongest, self.average)
+        share = min(self.now, self.average) / strongest
+        weak = _WEAK_IF_UNKNOWN
+        if self.knows_noise:
+            lowest, highest = _MOSTLY_NOISE
+            weak = _WEAK_IN_NOISE if lowest <= self.now / self.average <= highest else _WEAK
+        # Gradients without noise are weaker by ``_OF_NOISE`` than the upper bound. The square leads from one to the
+        # other.
+        return 1.0 if share >= weak else min(1.0, max((share / weak) ** 2, share / _OF_NOISE))
+
+
+def gradient_energy(
+    parameters: Mapping[str, Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    recorded: Mapping[str, float],
+    shards: Shards,
+) -> GradientEnergy:
+    """Return the energy of the gradients of parameters, by moments of Adam if there are any, or as recorded.
+
+    recorded: the mean square of one step for each parameter, as far as known. shards: of the parameters. Collective if
+    there are any.
+    """
+    largest = sorted(parameters, key=lambda name: -parameters[name].numel())[:_TENSORS]
+    groups = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
+    moments: dict[str, Tensor] = {}
+    decays: dict[str, tuple[float, float]] = {}
+    for name in largest:
+        optimizer, group = groups.get(id(parameters[name]), (None, {}))
+        state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(parameters[name], {})
+        if "betas" in group and all(key in state for key in ("exp_avg_sq", "exp_avg", "step")):
+            decays[name] = float(group["betas"][0]), float(group["betas"][1])
+            moments[f"{name} second"] = _mean(state["exp_avg_sq"])
+            moments[f"{name} first"] = _mean(state["exp_avg"], squared=True)
+            moments[f"{name} step"] = torch.as_tensor(state["step"], dtype=torch.float32)
+    here = kernels.small_on_host(moments)  # what is on a device crosses together
+    energies: dict[str, list[float]] = {}
+    for name, betas in decays.items():
+        step, size = float(here[f"{name} step"]), local_of(parameters[name]).numel()
+        first, second = (1 - beta ** max(step, 1.0) for beta in betas)  # the bias of the first steps
+        of_noise = _OF_NOISE * float(here[f"{name} first"]) / first**2
+        energies[name] = [size * float(here[f"{name} second"]) / second, size * of_noise]
+    if not energies:  # not both: they differ in scale
+        known = {name: recorded[name] * local_of(parameters[name]).numel() for name in largest if name in recorded}
+        energies = {name: [energy, energy] for name, energy in known.items()}
+    sums = shards.sums(energies).values()
+    average, now = sum(each[0] for each in sums), sum(each[1] for each in sums)
+    return GradientEnergy(average, now, knows_noise=bool(decays))
+
+
+def _mean(moment: Tensor, squared: bool = False) -> Tensor:
+    """Return the mean of a sample of this rank's part of a moment, or of its squares; on its device, float32."""
+    flat = local_of(moment).reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLE) | 1].to(torch.float32)
+    return (sample.square() if squared else sample).sum() / max(sample.numel(), 1)

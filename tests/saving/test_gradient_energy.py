@@ -1,0 +1,137 @@
+"""Without a metric, checkpoints of a training whose gradients have become weak keep what it has learned."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import dynaquant as dq
+from dynaquant.engine.shards import WHOLE
+from dynaquant.saving.gradient_energy import NOTE, GradientEnergy, gradient_energy
+from dynaquant.store.run import Run
+
+
+class Exact:
+    """A network that fits forty points exactly, with all of them in every batch: its loss becomes tiny."""
+
+    def __init__(self, make=lambda p: optim.Adam(p, 1e-2)) -> None:
+        torch.manual_seed(0)
+        self.inputs = torch.linspace(-1, 1, 40)[:, None]
+        self.wanted = torch.sin(3 * self.inputs)
+        self.model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.optimizer = make(self.model.parameters())
+
+    def loss(self) -> torch.Tensor:
+        return (self.model(self.inputs) - self.wanted).square().mean()
+
+    def train(self, steps: int, rate: float | None = None) -> None:
+        for step in range(steps):
+            if rate is not None:
+                self.optimizer.param_groups[0]["lr"] = rate * (1 - step / steps) + 1e-5
+
+            def closure() -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss = self.loss()
+                loss.backward()
+                return loss
+
+            self.optimizer.step(closure)
+
+
+def test_without_a_metric_a_tiny_loss_survives_a_restore(tmp_path):
+    training = Exact()
+    with dq.Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
+        training.train(20)
+        early = checkpointer.save(20).result()
+        training.train(1500, 1e-2)
+        late = checkpointer.save(1520).result()
+        before = training.loss().item()
+        assert before < 1e-4
+        checkpointer.restore()
+        assert training.loss().item() < 1.02 * before
+    assert NOTE not in early.notes
+    assert NOTE in late.notes
+    assert late.limit < early.limit / 1000
+
+
+def test_a_restored_training_knows_how_strong_gradients_have_been(tmp_path):
+    training = Exact()
+    with dq.Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
+        training.train(5)
+        checkpointer.save(5).result()
+        training.train(1500, 1e-2)
+        checkpointer.save(1505).result()
+    strongest = [Run(tmp_path).file(step).header.record["strongest_gradients"] for step in (5, 1505)]
+    assert strongest[0] > 0
+    assert strongest[1] >= strongest[0]
+    again = Exact()
+    with dq.Checkpointer(tmp_path, again.model, again.optimizer) as checkpointer:
+        checkpointer.restore()
+        for state in again.optimizer.state.values():  # as after thousands of steps more
+            state["exp_avg_sq"].mul_(1e-4)
+            state["exp_avg"].copy_(state["exp_avg_sq"].sqrt())
+        again.train(1)
+        assert NOTE in checkpointer.save(1506).result().notes
+
+
+@pytest.mark.parametrize("make", [lambda p: optim.SGD(p, 0.1, momentum=0.9), optim.AdamW], ids=["SGD", "AdamW"])
+def test_a_training_on_batches_is_stored_as_ever(make, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 10))
+    optimizer = make(model.parameters())
+    with dq.Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        for step in range(1, 61):
+            inputs = torch.randn(16, 20)
+            wanted = inputs[:, :10].argmax(1)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), wanted).backward()
+            optimizer.step()
+            if step % 3 == 0:
+                found = checkpointer.save(step).result()
+                assert NOTE not in found.notes
+                assert found.limit > 1e-3
+
+
+def energy_of(training, recorded=None):
+    parameters = dict(training.model.named_parameters())
+    return gradient_energy(parameters, [training.optimizer], recorded or {}, WHOLE)
+
+
+def test_the_energy_of_adam_is_that_of_its_gradients():
+    training = Exact()
+    training.train(1)
+    square = sum(float(p.grad.double().square().sum()) for p in training.model.parameters())
+    found = energy_of(training)
+    assert found.average == pytest.approx(square, rel=1e-3)  # after one step, both moments are the gradient
+    assert found.now == pytest.approx(19 * square, rel=1e-3)
+    assert found.knows_noise
+
+
+def test_other_optimizers_are_known_by_recorded_gradients():
+    training = Exact(lambda p: optim.SGD(p, 0.1))
+    training.train(1)
+    recorded = {name: float(p.grad.square().mean()) for name, p in training.model.named_parameters()}
+    square = sum(float(p.grad.double().square().sum()) for p in training.model.parameters())
+    found = energy_of(training, recorded)
+    assert found.average == found.now == pytest.approx(square, rel=1e-5)
+    assert not found.knows_noise
+    assert energy_of(training) == GradientEnergy()
+
+
+@pytest.mark.parametrize(
+    ("average", "now", "strongest", "expected"),
+    [
+        (1.0, 1.0, 1.0, 1.0),
+        (1.0, 1.0, 0.0, 1.0),
+        (1.0, 1.0, 1000.0, 1.0),  # noise, ten times weaker than once: a language model
+        (1.0, 19.0, 4.0, 1.0),
+        (1.0, 0.05, 1.0, 1.0),
+        (1.0, 1e-4, 1.0, (32e-4) ** 2),
+        (1.0, 1e-6, 1.0, 1e-6 / 19),
+        (1e-6, 19e-6, 1.0, 1e-6 / 19),  # long after it has become weak
+        (0.0, 0.0, 1.0, 1.0),
+        (float("nan"), 1.0, 1.0, 1.0),
+        (float("inf"), 1.0, 1.0, 1.0),
+    ],
+)
+def test_weaker_gradients_are_trusted_less(average, now, strongest, expected):
+    assert GradientEnergy(average, now, knows_noise=True).trust(strongest) == pytest.approx(expected)
