@@ -66,6 +66,20 @@ def test_a_full_disk_raises_an_error_and_the_run_can_still_be_restored(tmp_path,
         assert ckpt.save(2).result().step == 2
 
 
+@EVERY_WAY
+def test_an_error_that_the_future_has_raised_does_not_end_the_next_save(tmp_path, way):
+    with dq.Checkpointer(tmp_path, *training(), **way) as ckpt:
+        ckpt.save(1).result()
+        (tmp_path / "step-000000000002.dqc.tmp").symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left on device"):
+            ckpt.save(2).result()
+        assert ckpt.save(3).result().step == 3
+        (tmp_path / "step-000000000004.dqc.tmp").symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left on device"):
+            ckpt.save(4).result(timeout=60)
+    assert dq.Checkpointer(tmp_path, *training(), **way).steps() == [1, 3]
+
+
 @pytest.mark.parametrize("full", ["step-000000000002.dqc.tmp", "exact-000000000002-000000000002.dqc.tmp"])
 def test_without_space_for_the_checkpoint_or_its_lossless_copy_the_last_exact_state_stays(tmp_path, full):
     model, optimizer = training()

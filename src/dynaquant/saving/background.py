@@ -36,6 +36,9 @@ class Write(Future[T]):
     ``result`` and ``exception`` raise RuntimeError in a forked child.
     """
 
+    told: bool = False
+    """Whether ``result`` has raised its error. Then nobody else needs to."""
+
     def __init__(self, action: Callable[[], T]) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
@@ -85,7 +88,10 @@ class Write(Future[T]):
         check_process(self._process)
         if timeout is None:
             self.wait()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            self.told = self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See ``Future.exception``."""
@@ -150,7 +156,7 @@ class BackgroundWriter(Generic[T]):
         return write
 
     def wait(self) -> None:
-        """Wait for the last write and raise its error, once. Does nothing in the writing thread.
+        """Wait for the last write and raise its error, unless it was told before. Does nothing in the writing thread.
 
         Raises RuntimeError in a forked child.
         """
@@ -160,13 +166,15 @@ class BackgroundWriter(Generic[T]):
             return
         self._writes.put(write)
         try:
-            write.result()
+            write.wait()
+            if not write.told:
+                write.result()
         finally:
             if write.done():  # not done if a signal has interrupted the wait
                 self._last = None
 
     def close(self) -> None:
-        """End the thread after the last write, wait for it, and raise the write's error. May be called again.
+        """End the thread after the last write, wait for it, and raise its error as ``wait`` does. May be called again.
 
         If the wait is interrupted, the thread still ends after the last write.
         """
