@@ -77,8 +77,8 @@ class Checkpointer:
       tensors are stored exactly. The global random number generators are always saved.
     - ``evaluate``: a metric of the model, called with the bare model or the dictionary of models. It returns a number;
       ``LossOn(batches, loss_fn)`` makes such a function. Every save searches for the most compact configuration that is
-      good enough by it. It does not affect training: parameters, buffers, training modes and random number generators
-      are put back. Without a metric, an estimate from the weights' changes decides.
+      good enough by it. It runs under ``torch.no_grad()``, and does not affect training: parameters, buffers, training
+      modes and random number generators are put back. Without a metric, an estimate from the weights' changes decides.
     - ``evaluate_average``: metrics of averages of weights among the extras, by the extra's name, called with the extra.
       An average is stored more finely where it would lose more than the weights may. Not for a sharded model.
     - ``higher_is_better``: whether a higher metric is better. By default, lower is better.

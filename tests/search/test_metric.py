@@ -400,3 +400,28 @@ def test_a_metric_that_is_not_finite_is_a_problem_and_evaluated_five_times_once_
 def test_a_metric_that_is_noisy_around_zero_is_a_problem():
     values = iter([0.5, -0.5, 0.0, 0.0, 0.0])
     assert "noisy around 0" in MetricInTraining(lambda _: next(values)).original().problem
+
+
+def test_a_metric_that_needs_gradients_is_told_how_to_get_them(tmp_path):
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    inputs = torch.linspace(0, 1, 32)[:, None]
+
+    def residual(model):
+        points = inputs.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+        return (slope - 1).square().mean()
+
+    def with_gradients(model):
+        with torch.enable_grad():
+            return residual(model).item()
+
+    residual(model).backward()
+    optimizer.step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    without = dq.Checkpointer(tmp_path / "without", model, optimizer, evaluate=lambda model: residual(model).item())
+    with without, pytest.raises(dq.EvaluateError, match=r"torch\.enable_grad\(\)"):
+        without.save(1)
+    with dq.Checkpointer(tmp_path / "with", model, optimizer, evaluate=with_gradients) as checkpointer:
+        assert checkpointer.save(1).result().quality is not None
+    assert all(before is p.grad for before, p in zip(gradients, model.parameters(), strict=True))

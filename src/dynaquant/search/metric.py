@@ -32,6 +32,11 @@ from dynaquant.training import rng
 
 T = TypeVar("T")
 
+_NEEDS_GRADIENTS = (
+    ". It runs under torch.no_grad(): what needs gradients, such as derivatives by the inputs, must run in a block "
+    "torch.enable_grad()"
+)
+
 
 @dataclass(frozen=True)
 class OriginalScore:
@@ -181,9 +186,10 @@ class UserMetric:
         if self._group.size > 1:
             raise_on_every_rank([text for _, text in outcomes], error)
         if error is not None and not self._worked:
+            advice = _NEEDS_GRADIENTS if "does not require grad" in str(error) else ""
             raise EvaluateError(
                 f"evaluate failed on the weights in training, and has never worked ({one_line(error)}); nothing was "
-                "saved. It must take the model and return one number"
+                f"saved. It must take the model and return one number{advice}"
             ) from error
         self._worked = self._worked or own is not None
         return own, error, [found for found, _ in outcomes if found is not None], communicates
