@@ -49,7 +49,7 @@ template <bool Stochastic>
                                                std::size_t first, std::int32_t* multiples) {
     for (std::size_t i = 0; i < values.size(); ++i) {
         float steps = values[i] * inverse;
-        steps = steps < -beyond ? -beyond : steps;
+        steps = steps > -beyond ? steps : -beyond;  // NaN, too: its conversion to an integer differs among processors
         steps = steps > beyond ? beyond : steps;
         float rounded = nearest(steps);
         if constexpr (Stochastic) {
