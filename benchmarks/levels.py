@@ -30,6 +30,8 @@ KEYFRAMES = {"keyframe, 0.5 steps": 0.5, "keyframe, 1 step": 1, "keyframe, 2 ste
 """The standard deviation of weights in grid steps."""
 DELTAS = {"unchanged": 0, "0.05 % changed": 0.0005, "0.5 % changed": 0.005, "5 % changed": 0.05, "30 % changed": 0.3}
 """The share of levels that change; the standard deviation of weights is two grid steps."""
+THREE_VALUES = "11 % changed, three values"
+"""Nearly all weights are pruned or one of two values, as the default often stores them without a metric."""
 Array = NDArray[np.uint8]
 
 
@@ -77,6 +79,8 @@ def cases(size: int) -> dict[str, tuple[Quantized, Quantized | None]]:
     for name, share in DELTAS.items():
         moved = share * (np.pi / 2) ** 0.5 * (1 + share / 2)  # so far that about this share of the levels changes
         made[name] = on_grid(before + random.normal(0, 1, size) * moved), on_grid(before)
+    before = random.normal(0, 0.4, size)
+    made[THREE_VALUES] = on_grid(before + random.normal(0, 0.15, size)), on_grid(before)
     return made
 
 

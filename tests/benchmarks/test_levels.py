@@ -1,7 +1,7 @@
 """The benchmark of the coder of levels: its parents differ by the share that it names, and every case decodes."""
 
 import numpy as np
-from levels import DECODE, DELTAS, ENCODE, KEYFRAMES, Row, cases, measure, verdicts
+from levels import DECODE, DELTAS, ENCODE, KEYFRAMES, THREE_VALUES, Row, cases, measure, verdicts
 
 from dynaquant import _native
 
@@ -12,12 +12,14 @@ def test_parents_differ_by_the_share_that_is_named():
     for name, share in DELTAS.items():
         tensor, parent = work[name]
         assert abs(np.mean(tensor.levels != parent.levels) - share) <= 0.2 * share
+    tensor, parent = work[THREE_VALUES]
+    assert abs(np.mean(tensor.levels != parent.levels) - 0.11) <= 0.01
 
 
 def test_all_instructions_code_every_case_in_the_same_bytes():
     rows = measure(200_000, 1)
-    assert len(rows) == len(_native.instructions()) * (len(KEYFRAMES) + len(DELTAS))
-    for case in (*KEYFRAMES, *DELTAS):
+    assert len(rows) == len(_native.instructions()) * (len(KEYFRAMES) + len(DELTAS) + 1)
+    for case in (*KEYFRAMES, *DELTAS, THREE_VALUES):
         assert len({row.coded for row in rows if row.case == case}) == 1
 
 

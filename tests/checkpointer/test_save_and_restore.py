@@ -277,3 +277,21 @@ def test_roles_can_be_overridden(tmp_path):
     restored = dq.load(tmp_path)["model"]
     assert bits(restored["4.weight"]) == bits(model.state_dict()["4.weight"])
     assert bits(restored["1.weight"]) != bits(model.state_dict()["1.weight"])
+
+
+def test_a_training_is_not_restored_in_inference_mode_and_a_model_alone_is(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with dq.Checkpointer(tmp_path / "training", model, optimizer) as checkpointer:
+        checkpointer.save(1).result()
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+            checkpointer.restore()
+        assert checkpointer.restore() == 1
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with dq.Checkpointer(tmp_path / "model", model) as checkpointer:
+        checkpointer.save(1).result()
+        with torch.inference_mode():
+            assert checkpointer.restore() == 1
