@@ -48,6 +48,7 @@ REPORTS = [
     Report("transfer.py", "a pretrained model, compressed and fine-tuned", (20, 1)),
     Report("bounds.py", "a bound on every value's error, against ZFP and SZ3", (3, 1)),
     Report("promise.py", "where restored trainings of eight kinds end", (120, 1)),
+    Report("tiny_loss.py", "trainings without noise, to tiny losses", (12, 1), needs_data=False),
     Report("optimizers.py", "one restore with every optimizer", (20, 1)),
     Report("frameworks.py", "killed trainings under three frameworks", (20, 0)),
     Report("sharded.py", "ranks that are killed, other numbers of ranks", (30, 0)),
