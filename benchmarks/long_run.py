@@ -45,9 +45,9 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
 
     def step(self) -> None:
-        """Take one step on random inputs."""
+        """Take one step on random inputs and targets."""
         self.optimizer.zero_grad()
-        self.model(torch.randn(BATCH, WIDTH)).square().mean().backward()
+        (self.model(torch.randn(BATCH, WIDTH)) - torch.randn(BATCH, WIDTH)).square().mean().backward()
         self.optimizer.step()
 
     def checkpointer(self, folder: Path) -> dq.Checkpointer:

@@ -56,7 +56,7 @@ class ExactFit:
             self.optimizer.zero_grad()
             loss = self.loss(self.model)
             loss.backward()  # type: ignore[no-untyped-call]
-            return float(loss)
+            return loss.item()
 
         self.optimizer.step(closure)
         if self.schedule is not None:
