@@ -37,7 +37,7 @@ class Exact:
             self.optimizer.step(closure)
 
 
-def test_without_a_metric_a_tiny_loss_survives_a_restore(tmp_path):
+def test_without_a_metric_a_tiny_loss_survives_a_restore(tmp_path, caplog):
     training = Exact()
     with dq.Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
         training.train(20)
@@ -51,6 +51,7 @@ def test_without_a_metric_a_tiny_loss_survives_a_restore(tmp_path):
     assert NOTE not in early.notes
     assert NOTE in late.notes
     assert late.limit < early.limit / 1000
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]  # one note says it
 
 
 def test_a_restored_training_knows_how_strong_gradients_have_been(tmp_path):

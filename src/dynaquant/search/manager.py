@@ -88,12 +88,13 @@ class ConfigurationManager:
 
 @dataclass(frozen=True)
 class _Search:
-    """The search of one save. fixed: the user's configuration."""
+    """The search of one save. fixed: the user's configuration. quiet: whether notes are for the record only."""
 
     group: Group
     fixed: Knobs | None
     prepared: PreparedWeights
     limits: Limits
+    quiet: bool = False
 
     def by_metric(self, metric: UserMetric, decided: Mapping[str, ParameterValues], memory: SearchMemory) -> Decision:
         """Decide by the user's metric; by the estimate if the metric does not tell weights apart."""
@@ -123,10 +124,10 @@ class _Search:
     def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
         limits, estimate = self.limits.of_estimate, self.prepared.estimate
-        search = replace(self, limits=limits)
-        trials = search._trials(
-            estimate, limits.allowed, 1 if self.prepared.shards.divided else self.group.size, memory
-        )
+        # Where the estimate is trusted less, the weights often are exact. That is said once, not at every save.
+        search = replace(self, limits=limits, quiet=self.limits.trust < 1)
+        at_once = 1 if self.prepared.shards.divided else self.group.size
+        trials = search._trials(estimate, limits.allowed, at_once, memory)
         found = search._found(trials, memory)
         return search._decided(found, trials, estimate, limits.allowed, 0.0, notes, memory)
 
@@ -214,8 +215,9 @@ class _Search:
         best = trials.best()
         if best is None or not (lost := trials.finished(best)) <= largest:
             return None, None
+        allows = "the estimate is trusted with" if self.quiet else "the training's budget allows"
         return best, (
-            f"no candidate stayed within {max(limit, 0):.3g}, all that the training's budget allows now: the best of "
+            f"no candidate stayed within {max(limit, 0):.3g}, all that {allows} now: the best of "
             f"{len(trials.done)} was taken, which loses {lost:.3g} of at most {largest:.3g}"
         )
 
@@ -240,5 +242,5 @@ class _Search:
 
     def warn(self, note: str) -> None:
         """Log a note at once, on one rank; the record comes later."""
-        if self.group.rank == 0:
+        if self.group.rank == 0 and not self.quiet:
             log.warning(note)
