@@ -27,10 +27,10 @@ NOTE = (
 _TENSORS, _SAMPLE = 64, 4096
 """Only so many tensors are looked at, the largest ones, and so many elements of each."""
 _OF_NOISE = 19.0
-"""The mean square of noise over that of its moving average with β = 0.9, (1 + β) / (1 - β)."""
+"""The mean square of noise over that of its moving average, (1 + β) / (1 - β), with β = 0.9."""
 _MOSTLY_NOISE = (0.1, 6.0)
-"""Of training on batches, ``_OF_NOISE`` times the square of the first moment is 0.2 to 3 times the second. Less
-means that gradients have just become weaker, more that they have hardly any noise."""
+"""In training on batches, ``now`` is 0.2 to 3 times ``average``. Less means that gradients have just become weaker, more
+that they have hardly any noise."""
 _WEAK, _WEAK_IN_NOISE, _WEAK_IF_UNKNOWN = 1 / 32, 1e-4, 1e-3
 """The share of the strongest energy below which gradients count as far weaker. Those of a language model become ten
 times weaker soon after its first steps, and that changes nothing."""
@@ -86,7 +86,7 @@ def gradient_energy(
     for name in largest:
         optimizer, group = groups.get(id(parameters[name]), (None, {}))
         state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(parameters[name], {})
-        if "betas" in group and all(key in state for key in ("exp_avg_sq", "exp_avg", "step")):
+        if _has_betas(group) and all(key in state for key in ("exp_avg_sq", "exp_avg", "step")):
             decays[name] = float(group["betas"][0]), float(group["betas"][1])
             moments[f"{name} second"] = _mean(state["exp_avg_sq"])
             moments[f"{name} first"] = _mean(state["exp_avg"], squared=True)
@@ -96,14 +96,19 @@ def gradient_energy(
     for name, betas in decays.items():
         step, size = float(here[f"{name} step"]), local_of(parameters[name]).numel()
         first, second = (1 - beta ** max(step, 1.0) for beta in betas)  # the bias of the first steps
-        of_noise = _OF_NOISE * float(here[f"{name} first"]) / first**2
-        energies[name] = [size * float(here[f"{name} second"]) / second, size * of_noise]
+        if_noise = (1 + betas[0]) / (1 - betas[0]) * float(here[f"{name} first"]) / first**2
+        energies[name] = [size * float(here[f"{name} second"]) / second, size * if_noise]
     if not energies:  # not both: they differ in scale
         known = {name: recorded[name] * local_of(parameters[name]).numel() for name in largest if name in recorded}
         energies = {name: [energy, energy] for name, energy in known.items()}
     sums = shards.sums(energies).values()
     average, now = sum(each[0] for each in sums), sum(each[1] for each in sums)
     return GradientEnergy(average, now, knows_noise=bool(decays))
+
+
+def _has_betas(group: Mapping[str, Any]) -> bool:
+    betas = group.get("betas") or ()
+    return len(betas) > 1 and all(0 <= float(beta) < 1 for beta in betas[:2])
 
 
 def _mean(moment: Tensor, squared: bool = False) -> Tensor:
