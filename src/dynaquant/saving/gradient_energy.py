@@ -29,8 +29,8 @@ _TENSORS, _SAMPLE = 64, 4096
 _OF_NOISE = 19.0
 """The mean square of noise over that of its moving average, (1 + β) / (1 - β), with β = 0.9."""
 _MOSTLY_NOISE = (0.1, 6.0)
-"""In training on batches, ``now`` is 0.2 to 3 times ``average``. Less means that gradients have just become weaker, more
-that they have hardly any noise."""
+"""In training on batches, ``now`` is 0.2 to 3 times ``average``. Less means that gradients have just become weaker,
+more that they have hardly any noise."""
 _WEAK, _WEAK_IN_NOISE, _WEAK_IF_UNKNOWN = 1 / 32, 1e-4, 1e-3
 """The share of the strongest energy below which gradients count as far weaker. Those of a language model become ten
 times weaker soon after its first steps, and that changes nothing."""
