@@ -118,6 +118,14 @@ def test_other_optimizers_are_known_by_recorded_gradients():
     assert energy_of(training) == GradientEnergy()
 
 
+def test_gradients_of_lbfgs_have_no_noise():
+    training = Exact(lambda p: optim.LBFGS(p, 0.5))
+    training.train(1)
+    found = energy_of(training, {name: 1.0 for name, _ in training.model.named_parameters()})
+    assert found.now == 19 * found.average
+    assert found.knows_noise
+
+
 @pytest.mark.parametrize(
     ("average", "now", "strongest", "expected"),
     [

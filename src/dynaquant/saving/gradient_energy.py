@@ -98,12 +98,15 @@ def gradient_energy(
         first, second = (1 - beta ** max(step, 1.0) for beta in betas)  # the bias of the first steps
         if_noise = (1 + betas[0]) / (1 - betas[0]) * float(here[f"{name} first"]) / first**2
         energies[name] = [size * float(here[f"{name} second"]) / second, size * if_noise]
+    knows_noise = bool(decays)
     if not energies:  # not both: they differ in scale
         known = {name: recorded[name] * local_of(parameters[name]).numel() for name in largest if name in recorded}
-        energies = {name: [energy, energy] for name, energy in known.items()}
+        # LBFGS needs all data in every step, so its gradients have no noise.
+        knows_noise = bool(optimizers) and all(isinstance(each, torch.optim.LBFGS) for each in optimizers)
+        energies = {name: [energy, _OF_NOISE * energy if knows_noise else energy] for name, energy in known.items()}
     sums = shards.sums(energies).values()
     average, now = sum(each[0] for each in sums), sum(each[1] for each in sums)
-    return GradientEnergy(average, now, knows_noise=bool(decays))
+    return GradientEnergy(average, now, knows_noise)
 
 
 def _has_betas(group: Mapping[str, Any]) -> bool:
