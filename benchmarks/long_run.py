@@ -45,9 +45,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
 
     def step(self) -> None:
-        """Take one step on random inputs and targets."""
+        """Take one step on random inputs and noisy targets."""
         self.optimizer.zero_grad()
-        (self.model(torch.randn(BATCH, WIDTH)) - torch.randn(BATCH, WIDTH)).square().mean().backward()
+        inputs = torch.randn(BATCH, WIDTH)
+        wanted = inputs.flip(1) + 0.5 * torch.randn(BATCH, WIDTH)
+        (self.model(inputs) - wanted).square().mean().backward()
         self.optimizer.step()
 
     def checkpointer(self, folder: Path) -> dq.Checkpointer:

@@ -104,7 +104,7 @@ def test_the_energy_of_adam_is_that_of_its_gradients():
     found = energy_of(training)
     assert found.average == pytest.approx(square, rel=1e-3)  # after one step, both moments are the gradient
     assert found.now == pytest.approx(19 * square, rel=1e-3)
-    assert found.knows_noise
+    assert found.noisy is False
 
 
 def test_other_optimizers_are_known_by_recorded_gradients():
@@ -114,7 +114,7 @@ def test_other_optimizers_are_known_by_recorded_gradients():
     square = sum(float(p.grad.double().square().sum()) for p in training.model.parameters())
     found = energy_of(training, recorded)
     assert found.average == found.now == pytest.approx(square, rel=1e-5)
-    assert not found.knows_noise
+    assert found.noisy is None
     assert energy_of(training) == GradientEnergy()
 
 
@@ -123,24 +123,41 @@ def test_gradients_of_lbfgs_have_no_noise():
     training.train(1)
     found = energy_of(training, {name: 1.0 for name, _ in training.model.named_parameters()})
     assert found.now == 19 * found.average
-    assert found.knows_noise
+    assert found.noisy is False
+
+
+def test_the_gradient_tells_noise_if_it_is_there_and_otherwise_the_second_moment():
+    training = Exact()
+    training.train(100)
+    for parameter, state in training.optimizer.state.items():
+        state["exp_avg"].copy_(parameter.grad)  # the moving average of equal gradients
+        state["exp_avg_sq"].copy_(2 * parameter.grad.square())
+    assert energy_of(training).noisy is False
+    training.optimizer.zero_grad()
+    assert energy_of(training).noisy is True
+    for parameter in training.model.parameters():
+        parameter.grad = 4 * training.optimizer.state[parameter]["exp_avg"]
+    assert energy_of(training).noisy is True
 
 
 @pytest.mark.parametrize(
-    ("average", "now", "strongest", "expected"),
+    ("average", "now", "strongest", "noisy", "expected"),
     [
-        (1.0, 1.0, 1.0, 1.0),
-        (1.0, 1.0, 0.0, 1.0),
-        (1.0, 1.0, 1000.0, 1.0),  # noise, ten times weaker than once: a language model
-        (1.0, 19.0, 4.0, 1.0),
-        (1.0, 0.05, 1.0, 1.0),
-        (1.0, 1e-4, 1.0, (32e-4) ** 2),
-        (1.0, 1e-6, 1.0, 1e-6 / 19),
-        (1e-6, 19e-6, 1.0, 1e-6 / 19),  # long after it has become weak
-        (0.0, 0.0, 1.0, 1.0),
-        (float("nan"), 1.0, 1.0, 1.0),
-        (float("inf"), 1.0, 1.0, 1.0),
+        (1.0, 1.0, 1.0, True, 1.0),
+        (1.0, 1.0, 0.0, True, 1.0),
+        (1.0, 1.0, 1000.0, True, 1.0),  # ten times weaker than in the first steps: a language model
+        (1.0, 1.0, 1e5, True, 1.0),  # a deep network without normalization
+        (1.0, 1.0, 1e7, True, 1e-2),
+        (1.0, 1.0, 1e5, None, 1e-2),
+        (1.0, 19.0, 4.0, False, 1.0),
+        (1.0, 0.05, 1.0, False, 1.0),
+        (1.0, 1e-4, 1.0, False, (32e-4) ** 2),
+        (1.0, 1e-6, 1.0, False, 1e-6 / 19),
+        (1e-6, 19e-6, 1.0, False, 1e-6 / 19),  # long after it has become weak
+        (0.0, 0.0, 1.0, None, 1.0),
+        (float("nan"), 1.0, 1.0, None, 1.0),
+        (float("inf"), 1.0, 1.0, None, 1.0),
     ],
 )
-def test_weaker_gradients_are_trusted_less(average, now, strongest, expected):
-    assert GradientEnergy(average, now, knows_noise=True).trust(strongest) == pytest.approx(expected)
+def test_weaker_gradients_are_trusted_less(average, now, strongest, noisy, expected):
+    assert GradientEnergy(average, now, noisy).trust(strongest) == pytest.approx(expected)

@@ -28,25 +28,25 @@ _TENSORS, _SAMPLE = 64, 4096
 """Only so many tensors are looked at, the largest ones, and so many elements of each."""
 _OF_NOISE = 19.0
 """The mean square of noise over that of its moving average, (1 + β) / (1 - β), with β = 0.9."""
-_MOSTLY_NOISE = (0.1, 6.0)
-"""In training on batches, ``now`` is 0.2 to 3 times ``average``. Less means that gradients have just become weaker,
-more that they have hardly any noise."""
-_WEAK, _WEAK_IN_NOISE, _WEAK_IF_UNKNOWN = 1 / 32, 1e-4, 1e-3
-"""The share of the strongest energy below which gradients count as far weaker. Those of a language model become ten
-times weaker soon after its first steps, and that changes nothing."""
+_LEAST_OF_NOISE, _MOST_OF_NOISE = 0.03, 12.0
+"""In training on batches, ``now`` is 0.2 to 6 times the energy of the gradients of one step. Without noise it is 19
+times that. It also is about that of the second moment; less means that gradients have just become weaker."""
+_WEAK, _WEAK_IN_NOISE, _WEAK_IF_UNKNOWN = 1 / 32, 1e-6, 1e-4
+"""The share of the strongest energy below which gradients count as far weaker. In training on batches, gradients of the
+first steps can be a thousand times stronger than all later ones, and that says nothing of the loss."""
 
 
 @dataclass(frozen=True)
 class GradientEnergy:
     """The sum of the squares of the gradients of the largest tensors.
 
-    average: of the last steps that the optimizer averages. now: an upper bound for the present ones. knows_noise:
-    whether the two tell how much of it is noise.
+    average: of the last steps that the optimizer averages. now: an upper bound for the present ones, which they have if
+    they are noise. noisy: whether most of them is noise, as in training on batches; None if that is not known.
     """
 
     average: float = 0.0
     now: float = 0.0
-    knows_noise: bool = False
+    noisy: bool | None = None
 
     @property
     def is_known(self) -> bool:
@@ -59,10 +59,7 @@ class GradientEnergy:
             return 1.0
         strongest = max(strongest, self.average)
         share = min(self.now, self.average) / strongest
-        weak = _WEAK_IF_UNKNOWN
-        if self.knows_noise:
-            lowest, highest = _MOSTLY_NOISE
-            weak = _WEAK_IN_NOISE if lowest <= self.now / self.average <= highest else _WEAK
+        weak = {True: _WEAK_IN_NOISE, False: _WEAK, None: _WEAK_IF_UNKNOWN}[self.noisy]
         # Gradients without noise are weaker by ``_OF_NOISE`` than the upper bound. The square leads from one to the
         # other.
         return 1.0 if share >= weak else min(1.0, max((share / weak) ** 2, share / _OF_NOISE))
@@ -91,22 +88,28 @@ def gradient_energy(
             moments[f"{name} second"] = _mean(state["exp_avg_sq"])
             moments[f"{name} first"] = _mean(state["exp_avg"], squared=True)
             moments[f"{name} step"] = torch.as_tensor(state["step"], dtype=torch.float32)
+            gradient = parameters[name].grad
+            if gradient is not None and gradient.layout == torch.strided:
+                moments[f"{name} gradient"] = _mean(gradient, squared=True)
     here = kernels.small_on_host(moments)  # what is on a device crosses together
     energies: dict[str, list[float]] = {}
     for name, betas in decays.items():
         step, size = float(here[f"{name} step"]), local_of(parameters[name]).numel()
         first, second = (1 - beta ** max(step, 1.0) for beta in betas)  # the bias of the first steps
         if_noise = (1 + betas[0]) / (1 - betas[0]) * float(here[f"{name} first"]) / first**2
-        energies[name] = [size * float(here[f"{name} second"]) / second, size * if_noise]
-    knows_noise = bool(decays)
+        means = float(here[f"{name} second"]) / second, if_noise, float(here.get(f"{name} gradient", 0.0))
+        energies[name] = [size * mean for mean in means]
     if not energies:  # not both: they differ in scale
         known = {name: recorded[name] * local_of(parameters[name]).numel() for name in largest if name in recorded}
-        # LBFGS needs all data in every step, so its gradients have no noise.
-        knows_noise = bool(optimizers) and all(isinstance(each, torch.optim.LBFGS) for each in optimizers)
-        energies = {name: [energy, _OF_NOISE * energy if knows_noise else energy] for name, energy in known.items()}
+        energies = {name: [energy, energy, 0.0] for name, energy in known.items()}
     sums = shards.sums(energies).values()
-    average, now = sum(each[0] for each in sums), sum(each[1] for each in sums)
-    return GradientEnergy(average, now, knows_noise)
+    average, now, of_step = (sum(each[i] for each in sums) for i in range(3))
+    noisy: bool | None = None
+    if decays:
+        noisy = _LEAST_OF_NOISE * average <= now <= _MOST_OF_NOISE * (of_step or average)
+    elif optimizers and all(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        noisy, now = False, _OF_NOISE * now  # LBFGS needs all data in every step
+    return GradientEnergy(average, now, noisy)
 
 
 def _has_betas(group: Mapping[str, Any]) -> bool:
