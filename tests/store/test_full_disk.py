@@ -80,6 +80,16 @@ def test_an_error_that_the_future_has_raised_does_not_end_the_next_save(tmp_path
     assert dq.Checkpointer(tmp_path, *training(), **way).steps() == [1, 3]
 
 
+def test_an_error_that_a_callback_has_seen_is_raised_by_the_next_save(tmp_path):
+    with dq.Checkpointer(tmp_path, *training()) as ckpt:
+        (tmp_path / "step-000000000001.dqc.tmp").symlink_to("/dev/full")
+        save = ckpt.save(1)
+        save.add_done_callback(lambda done: print(done.result().step))  # what it raises is only logged
+        with pytest.raises(OSError, match="No space left on device"):
+            ckpt.save(2)
+        assert ckpt.save(2).result().step == 2
+
+
 @pytest.mark.parametrize("full", ["step-000000000002.dqc.tmp", "exact-000000000002-000000000002.dqc.tmp"])
 def test_without_space_for_the_checkpoint_or_its_lossless_copy_the_last_exact_state_stays(tmp_path, full):
     model, optimizer = training()

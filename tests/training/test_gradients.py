@@ -385,3 +385,8 @@ def test_gradients_that_have_gradients_are_recorded_without_their_graph():
         parameter.grad = gradient
     optimizer.step()
     assert not any(recorded.requires_grad for recorded in recorder.collect().values())
+
+
+def test_what_was_recorded_on_another_device_is_added():
+    gradients = {"w": torch.ones(3, device="meta")}
+    assert sums_of_squares(gradients, {"w": torch.tensor(1.0)}, Scaling())["w"].device.type == "meta"

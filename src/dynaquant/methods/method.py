@@ -58,6 +58,7 @@ class Method(Protocol):
     quantizes_moments: bool
     supports_shards: bool
     uses_mean_squares: bool
+    adds_up_steps: bool
 
     def accumulate(self, gradients: Recorded, before: Recorded, scaling: Scaling) -> Recorded:
         """Return what to record of parameters from now on. before: what was recorded so far."""

@@ -36,8 +36,8 @@ class Write(Future[T]):
     ``result`` and ``exception`` raise RuntimeError in a forked child.
     """
 
-    told: bool = False
-    """Whether ``result`` has raised its error. Then nobody else needs to."""
+    raised: bool = False
+    """Whether ``result`` has raised its error outside the writing thread. Then nobody else needs to."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         super().__init__()
@@ -90,8 +90,10 @@ class Write(Future[T]):
             self.wait()
         try:
             return super().result(timeout)
-        finally:
-            self.told = self.done()
+        except BaseException as error:
+            if self.done() and error is super().exception(0) and self._runner != threading.get_ident():
+                self.raised = True
+            raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See ``Future.exception``."""
@@ -156,7 +158,7 @@ class BackgroundWriter(Generic[T]):
         return write
 
     def wait(self) -> None:
-        """Wait for the last write and raise its error, unless it was told before. Does nothing in the writing thread.
+        """Wait for the last write and raise its error, unless ``result`` has. Does nothing in the writing thread.
 
         Raises RuntimeError in a forked child.
         """
@@ -167,7 +169,7 @@ class BackgroundWriter(Generic[T]):
         self._writes.put(write)
         try:
             write.wait()
-            if not write.told:
+            if not write.raised:
                 write.result()
         finally:
             if write.done():  # not done if a signal has interrupted the wait

@@ -112,7 +112,7 @@ class Compressor:
             bounded = run(lambda: bounded_tensors(source, self.preset))
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
-            if limits.trust < 1 and self._manager.judges_by_distortion:
+            if limits.trust < 1 and "distortion" in (decision.judged_by or ""):
                 notes.append(NOTE)
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error
@@ -131,7 +131,7 @@ class Compressor:
             budget=budget,
             last_weights={},
             last_limit=last_limit,
-            strongest_gradients=max(memory.strongest_gradients, energy.average if energy.is_known else 0.0),
+            strongest_gradients=energy.strongest(memory.strongest_gradients),
         )
         found = Compressed(assembled, source.division, labels, decision, [*source.notes, *notes], remembered, compared)
         return found if source.on_access else found.with_last_weights(quantized)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ _OF_NOISE = 19.0
 _LEAST_OF_NOISE, _MOST_OF_NOISE = 0.03, 12.0
 """In training on batches, ``now`` is 0.2 to 6 times the energy of the gradients of one step. Without noise it is 19
 times that. It also is about that of the second moment; less means that gradients have just become weaker."""
+_RISE = 10.0
+"""By how much one save may raise the strongest energy."""
+_SCALED = 100.0
+"""A gradient of which the energy is so many times that of the average was not the one that the step used."""
 _WEAK, _WEAK_IN_NOISE, _WEAK_IF_UNKNOWN = 1 / 32, 1e-6, 1e-4
 """The share of the strongest energy below which gradients count as far weaker. In training on batches, gradients of the
 first steps can be a thousand times stronger than all later ones, and that says nothing of the loss."""
@@ -53,11 +57,17 @@ class GradientEnergy:
         """Whether both are numbers above zero."""
         return 0 < self.average < math.inf and 0 < self.now < math.inf
 
+    def strongest(self, before: float) -> float:
+        """Return the strongest energy of the training from now on. One strange gradient does not count in full."""
+        if not self.is_known:
+            return before
+        return max(before, min(self.average, _RISE * before) if before else self.average)
+
     def trust(self, strongest: float) -> float:
         """Return by how much the limit of the estimate is multiplied, at most 1. strongest: energy of the training."""
         if not self.is_known:
             return 1.0
-        strongest = max(strongest, self.average)
+        strongest = self.strongest(strongest)
         share = min(self.now, self.average) / strongest
         weak = {True: _WEAK_IN_NOISE, False: _WEAK, None: _WEAK_IF_UNKNOWN}[self.noisy]
         # Gradients without noise are weaker by ``_OF_NOISE`` than the upper bound. The square leads from one to the
@@ -78,32 +88,42 @@ def gradient_energy(
     """
     largest = sorted(parameters, key=lambda name: -parameters[name].numel())[:_TENSORS]
     groups = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
-    moments: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     decays: dict[str, tuple[float, float]] = {}
     for name in largest:
-        optimizer, group = groups.get(id(parameters[name]), (None, {}))
-        state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(parameters[name], {})
-        if _has_betas(group) and all(key in state for key in ("exp_avg_sq", "exp_avg", "step")):
-            decays[name] = float(group["betas"][0]), float(group["betas"][1])
-            moments[f"{name} second"] = _mean(state["exp_avg_sq"])
-            moments[f"{name} first"] = _mean(state["exp_avg"], squared=True)
-            moments[f"{name} step"] = torch.as_tensor(state["step"], dtype=torch.float32)
-            gradient = parameters[name].grad
-            if gradient is not None and gradient.layout == torch.strided:
-                moments[f"{name} gradient"] = _mean(gradient, squared=True)
-    here = kernels.small_on_host(moments)  # what is on a device crosses together
+        parameter = parameters[name]
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            found[f"{name} gradient"] = _mean(parameter.grad, squared=True)
+        optimizer, group = groups.get(id(parameter), (None, {}))
+        state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
+        first, second, step = (state.get(key) for key in ("exp_avg", "exp_avg_sq", "step"))
+        if (
+            (betas := _betas(group))
+            and _is_moment(first, parameter)
+            and _is_moment(second, parameter)
+            and _is_one(step)
+        ):
+            decays[name] = betas
+            found[f"{name} first"], found[f"{name} second"] = _mean(first, squared=True), _mean(second)
+            found[f"{name} step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+    here = kernels.small_on_host(found)  # what is on a device crosses together
     energies: dict[str, list[float]] = {}
-    for name, betas in decays.items():
-        step, size = float(here[f"{name} step"]), local_of(parameters[name]).numel()
-        first, second = (1 - beta ** max(step, 1.0) for beta in betas)  # the bias of the first steps
-        if_noise = (1 + betas[0]) / (1 - betas[0]) * float(here[f"{name} first"]) / first**2
-        means = float(here[f"{name} second"]) / second, if_noise, float(here.get(f"{name} gradient", 0.0))
+    known = list(decays) or [name for name in largest if name in recorded]  # not both: they differ in scale
+    has_all = all(f"{name} gradient" in here for name in known)  # otherwise it says too little
+    for name in known:
+        size, of_step = local_of(parameters[name]).numel(), float(here[f"{name} gradient"]) if has_all else 0.0
+        if name in decays:
+            step = float(here[f"{name} step"])
+            of_first, of_second = (1 - beta ** max(step, 1.0) for beta in decays[name])  # the bias of the first steps
+            if_noise = (1 + decays[name][0]) / (1 - decays[name][0]) * float(here[f"{name} first"]) / of_first**2
+            means = [float(here[f"{name} second"]) / of_second, if_noise, of_step]
+        else:
+            means = [recorded[name], of_step or recorded[name], of_step]
         energies[name] = [size * mean for mean in means]
-    if not energies:  # not both: they differ in scale
-        known = {name: recorded[name] * local_of(parameters[name]).numel() for name in largest if name in recorded}
-        energies = {name: [energy, energy, 0.0] for name, energy in known.items()}
     sums = shards.sums(energies).values()
     average, now, of_step = (sum(each[i] for each in sums) for i in range(3))
+    if of_step > _SCALED * average:  # by a GradScaler
+        of_step = 0.0
     noisy: bool | None = None
     if decays:
         noisy = _LEAST_OF_NOISE * average <= now <= _MOST_OF_NOISE * (of_step or average)
@@ -112,9 +132,21 @@ def gradient_energy(
     return GradientEnergy(average, now, noisy)
 
 
-def _has_betas(group: Mapping[str, Any]) -> bool:
-    betas = group.get("betas") or ()
-    return len(betas) > 1 and all(0 <= float(beta) < 1 for beta in betas[:2])
+def _betas(group: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return β of the first and of the second moment; None if a group does not say, or says something else."""
+    betas = group.get("betas")
+    if not isinstance(betas, list | tuple) or len(betas) < 2 or not all(map(_is_one, betas[:2])):
+        return None
+    first, second = float(betas[0]), float(betas[1])
+    return (first, second) if 0 <= first < 1 and 0 <= second < 1 else None
+
+
+def _is_one(number: Any) -> bool:
+    return number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, int | float)
+
+
+def _is_moment(moment: Any, parameter: Tensor) -> TypeGuard[Tensor]:
+    return isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.is_floating_point()
 
 
 def _mean(moment: Tensor, squared: bool = False) -> Tensor:

@@ -62,7 +62,8 @@ class GradientStatistics:
     def energy(self, weights: Mapping[str, Tensor], shards: Shards = WHOLE) -> GradientEnergy:
         """Return how strong the gradients of the weights are. All as for ``mean_squares``."""
         steps = max([recorder.recorded_steps for recorder in self._recorders], default=0)
-        recorded = {name: square / max(steps, 1) for name, square in self._recorded().items()}
+        divisor = max(steps, 1) if self._method.adds_up_steps else 1
+        recorded = {name: square / divisor for name, square in self._recorded().items()}
         return gradient_energy(self._trained(weights), self._optimizers, recorded, shards)
 
     def _recorded(self) -> dict[str, float]:

@@ -71,12 +71,15 @@ class LiveModel:
         try:
             return score(self._model, own, noted, self._in_place)
         except torch.OutOfMemoryError:
-            # Another rank may wait for what ``evaluate`` has begun to communicate, so there it does not begin again.
-            again = not begun or not _has_other_ranks()
-            if self._in_place or not again or not any(map(_on_device, self._model.parameters())):
+            if self._in_place or not any(map(_on_device, self._model.parameters())):
                 raise
-        self._in_place = True  # after the block above: its exception would keep what was allocated
-        log.warning(_TOO_SMALL)
+            self._in_place = True
+            # Another rank may wait for what ``evaluate`` has begun to communicate, so there it does not begin again.
+            if begun and _has_other_ranks():
+                raise
+        # After the block above: its exception would keep what was allocated.
+        if not _has_other_ranks() or dist.get_rank() == 0:
+            log.warning(_TOO_SMALL)
         return score(self._model, own, evaluate, self._in_place)
 
     def uses_batch_statistics(self, evaluate: Evaluate) -> bool:

@@ -76,7 +76,7 @@ def sums_of_squares(gradients: Recorded, before: Recorded, scaling: Scaling) -> 
         squares = torch.where(counts, squares, 0.0)
         if any(name in before for name in names):
             zero = torch.zeros((), device=device)
-            squares = squares + torch.stack([before.get(name, zero) for name in names])
+            squares = squares + torch.stack([before.get(name, zero).to(device) for name in names])
         found |= zip(names, squares.unbind(), strict=True)
     return found
 

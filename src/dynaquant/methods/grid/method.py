@@ -34,6 +34,7 @@ class GridMethod:
     quantizes_moments: bool = True
     supports_shards: bool = True
     uses_mean_squares: bool = True
+    adds_up_steps: bool = True
     accumulate = staticmethod(sums_of_squares)
 
     def mean_square(self, recorded: Tensor) -> float:

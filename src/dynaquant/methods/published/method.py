@@ -33,6 +33,7 @@ class PublishedMethod:
     quantizes_moments: bool = False
     supports_shards: bool = False
     uses_mean_squares: bool = False
+    adds_up_steps: bool = False
     accumulate = staticmethod(moving_averages)
 
     def mean_square(self, recorded: Tensor) -> float:
