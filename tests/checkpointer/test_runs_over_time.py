@@ -42,8 +42,6 @@ def test_a_step_is_not_replaced_if_its_dependent_deltas_cannot_be_recoded(tmp_pa
         ckpt.restore(step=1)
         with pytest.raises(dq.CheckpointError, match="step 2 was not replaced, because step 3 depends on it"):
             ckpt.save(2).result()
-        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced"):
-            ckpt.wait()
         assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
         monkeypatch.setattr(WritableRun, "recode", recode)
         ckpt.save(2).result()

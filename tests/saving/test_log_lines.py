@@ -77,8 +77,7 @@ def test_a_write_that_fails_logs_no_line(tmp_path, caplog):
         (tmp_path / "run").rename(tmp_path / "elsewhere")
         with pytest.raises(dq.CheckpointError):
             ckpt.save(1).result()
-        with pytest.raises(dq.CheckpointError):
-            ckpt.close()
+        ckpt.close()
     assert lines(caplog, "saved") == []
 
 

@@ -215,11 +215,14 @@ class _Search:
         best = trials.best()
         if best is None or not (lost := trials.finished(best)) <= largest:
             return None, None
-        allows = "the estimate is trusted with" if self.quiet else "the training's budget allows"
-        return best, (
-            f"no candidate stayed within {max(limit, 0):.3g}, all that {allows} now: the best of "
-            f"{len(trials.done)} was taken, which loses {lost:.3g} of at most {largest:.3g}"
+        lowest = max(limit, 0)
+        within = (
+            f"no candidate stayed within {lowest:.3g}, all that the estimate is trusted with now"
+            if self.quiet
+            else f"no candidate stayed within {lowest:.3g}, all that the training's budget allows now"
         )
+        taken = f"the best of {len(trials.done)} was taken, which loses {lost:.3g} of at most {largest:.3g}"
+        return best, f"{within}: {taken}"
 
     def _found(self, trials: Trials, memory: SearchMemory) -> Found:
         """Search by the method. If no weight has changed, there is nothing to choose: the last configuration counts."""
