@@ -250,9 +250,8 @@ class Checkpointer:
     def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
         check_sharded_before(self._sharded, self._objects, self._group)
-        if torch.is_inference_mode_enabled() and any(
-            isinstance(o, torch.optim.Optimizer) for o in self._objects.values()
-        ):
+        trains = any(isinstance(thing, torch.optim.Optimizer) for thing in self._objects.values())
+        if trains and only is None and torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "restore in torch.inference_mode() would make tensors that no optimizer may change; call it outside"
             )

@@ -288,6 +288,8 @@ def test_a_training_is_not_restored_in_inference_mode_and_a_model_alone_is(tmp_p
         checkpointer.save(1).result()
         with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
             checkpointer.restore()
+        with torch.inference_mode():
+            assert checkpointer.restore(only="model") == 1
         assert checkpointer.restore() == 1
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

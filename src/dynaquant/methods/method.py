@@ -50,7 +50,7 @@ class Method(Protocol):
 
     coder: of levels. quantizes_vectors, quantizes_moments: whether parameters of one dimension, and moments, are
     quantized, too. supports_shards: whether ranks may hold parts of a state. uses_mean_squares: whether
-    ``prepare`` needs mean squared gradients.
+    ``prepare`` needs mean squared gradients. adds_up_steps: whether ``accumulate`` adds up all steps.
     """
 
     coder: Coder

@@ -112,7 +112,7 @@ class Compressor:
             bounded = run(lambda: bounded_tensors(source, self.preset))
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
-            if limits.trust < 1 and "distortion" in (decision.judged_by or ""):
+            if limits.trust < 1 and decision.judged_by not in (None, "evaluate"):
                 notes.append(NOTE)
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error

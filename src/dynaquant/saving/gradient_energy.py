@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Any, TypeGuard
 
 import torch
@@ -86,8 +87,11 @@ def gradient_energy(
     recorded: the mean square of one step for each parameter, as far as known. shards: of the parameters. Collective if
     there are any.
     """
-    largest = sorted(parameters, key=lambda name: -parameters[name].numel())[:_TENSORS]
-    groups = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
+    largest = nlargest(_TENSORS, parameters, key=lambda name: parameters[name].numel())
+    ids = {id(parameters[name]) for name in largest}
+    groups = {
+        id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"] if id(p) in ids
+    }
     found: dict[str, Tensor] = {}
     decays: dict[str, tuple[float, float]] = {}
     for name in largest:

@@ -52,29 +52,32 @@ class GradientStatistics:
         """Return what was recorded since the last save."""
         return {name: statistic for recorder in self._recorders for name, statistic in recorder.recorded.items()}
 
-    def mean_squares(self, weights: Mapping[str, Tensor], shards: Shards = WHOLE) -> dict[str, float]:
+    def trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that optimizers train in the place of weights: themselves, or their master weights.
+
+        weights: tensors of the state, by name. Left out are those that are no parameters of the model.
+        """
+        trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        own = self._parameters()
+        return {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
+
+    def mean_squares(self, trained: Mapping[str, Tensor], shards: Shards = WHOLE) -> dict[str, float]:
         """Return the mean squared gradient of each weight, as far as known, from the optimizer or as recorded.
 
-        weights: tensors of the state, by name. shards: of the weights. Collective if there are any.
+        trained: as ``trained`` returns them. shards: of the weights. Collective if there are any.
         """
-        return mean_squared_gradients(self._trained(weights), self._optimizers, self._recorded(), shards)
+        return mean_squared_gradients(trained, self._optimizers, self._recorded(), shards)
 
-    def energy(self, weights: Mapping[str, Tensor], shards: Shards = WHOLE) -> GradientEnergy:
+    def energy(self, trained: Mapping[str, Tensor], shards: Shards = WHOLE) -> GradientEnergy:
         """Return how strong the gradients of the weights are. All as for ``mean_squares``."""
         steps = max([recorder.recorded_steps for recorder in self._recorders], default=0)
         divisor = max(steps, 1) if self._method.adds_up_steps else 1
         recorded = {name: square / divisor for name, square in self._recorded().items()}
-        return gradient_energy(self._trained(weights), self._optimizers, recorded, shards)
+        return gradient_energy(trained, self._optimizers, recorded, shards)
 
     def _recorded(self) -> dict[str, float]:
         statistics = kernels.small_on_host(self.recorded())
         return {name: self._method.mean_square(statistic) for name, statistic in statistics.items()}
-
-    def _trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that optimizers train in the place of weights: themselves, or their master weights."""
-        trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
-        own = self._parameters()
-        return {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,16 +114,22 @@ class TrainingSource:
             notes += note_on_parameters_without_optimizer(self._model, frozen)
             notes += notes_on_exact_moments(captured, self._objects, self._patterns)
 
-        def trained(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: own[master_of.get(name, name)] for name in weights}
+        @cache
+        def trained() -> dict[str, Tensor]:  # once, as it takes long for many tensors
+            names = [name for name in captured.labels if captured.labels[name].role == "weight"]
+            stored = {name: master_of.get(name, name) for name in names}
+            return self._gradients.trained({name: own[each] for name, each in stored.items() if each in own})
+
+        def some(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: trained()[name] for name in weights if name in trained()}
 
         return Source(
             tensors=tensors,
             labels=captured.labels,
             position=lambda: TrainingPosition.of(step, self._optimizers),
             master_of=master_of,
-            mean_squares=lambda weights: self._gradients.mean_squares(trained(weights), captured.shards),
-            energy=lambda weights: self._gradients.energy(trained(weights), captured.shards),
+            mean_squares=lambda weights: self._gradients.mean_squares(some(weights), captured.shards),
+            energy=lambda weights: self._gradients.energy(some(weights), captured.shards),
             gradients=self._gradients.recorded(),
             records_gradients=self._gradients.needed,
             displaced=displaced,
@@ -158,7 +165,8 @@ class TrainingSource:
         parameters = {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
         division = divide(parameters, self._group)
         shards = WHOLE if division is None else division.shards
-        measured = self._group.run_reducing(lambda: self._gradients.mean_squares(parameters, shards))
+        trained = self._gradients.trained(parameters)
+        measured = self._group.run_reducing(lambda: self._gradients.mean_squares(trained, shards))
         return self._group.from_rank_0(measured)
 
     def close(self) -> None:

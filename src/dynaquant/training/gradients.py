@@ -51,8 +51,10 @@ def moving_averages(gradients: Recorded, before: Recorded, scaling: Scaling) -> 
         if not gradient.isfinite().all():
             continue
         average = before.get(name)
-        fits = average is not None and average.shape == gradient.shape
-        found[name] = average.lerp_(gradient, SMOOTHING) if average is not None and fits else gradient.clone()
+        if average is None or average.shape != gradient.shape:
+            found[name] = gradient.clone()
+        else:
+            found[name] = average.lerp_(gradient, SMOOTHING)
     return found
 
 
