@@ -120,14 +120,44 @@ def test_a_replaced_a_deleted_and_a_recoded_checkpoint_are_listed_as_they_are(ru
     assert listed(run) == wanted(run)
 
 
-def test_a_copied_run_is_known_by_sizes_and_times(run, tmp_path, opened):
-    shutil.copytree(run.folder, tmp_path / "copy")
-    assert [each.summary for each in listed(Run(tmp_path / "copy"))] == [each.summary for each in listed(run)]
-    assert opened == []
-    for path in (tmp_path / "copy").glob("step-*"):
+def test_a_copied_run_is_known_by_sizes_and_times_or_headers(run, tmp_path, opened):
+    copy = Run(tmp_path / "copy")
+    shutil.copytree(run.folder, copy.folder)
+    assert [each.summary for each in listed(copy)] == [each.summary for each in listed(run)]
+    for path in copy.folder.glob("step-*"):
         os.utime(path, (1, 1))
-    assert [each.summary for each in listed(Run(tmp_path / "copy"))] == [each.summary for each in listed(run)]
-    assert len(opened) == 12
+    assert [each.summary for each in listed(copy)] == [each.summary for each in listed(run)]
+    assert b'"modified":1000000000' not in (copy.folder / NAME).read_bytes()  # readers write nothing
+    with WritableRun(copy.folder).locked():
+        pass
+    assert (copy.folder / NAME).read_bytes().count(b'"modified":1000000000') == 6
+    assert opened == []
+
+
+def test_a_copied_file_with_a_damaged_header_is_not_listed(run):
+    path = run.path(3)
+    content = bytearray(path.read_bytes())
+    content[-60] ^= 1
+    path.write_bytes(content)
+    found, broken = Run(run.folder).listing()
+    assert [each.summary.step for each in found] == [1, 2, 4, 5, 6]
+    assert [str(error) for error in broken] == [
+        f"{path}: altered: its header does not have the checksum that was written with it"
+    ]
+
+
+def test_a_file_that_was_changed_in_place_is_opened(run, opened):
+    path, other = run.path(2), run.path(3)
+    content = path.read_bytes()
+    os.utime(path, (1, 1))
+    path.write_bytes(b"x" * len(content))
+    assert [str(error) for error in Run(run.folder).summaries()[1]] == [
+        f"{path}: not a dynaquant checkpoint (or damaged in its first bytes)"
+    ]
+    path.unlink()
+    other.chmod(0o600)  # a time that a listing does not look at
+    assert [summary.step for summary in Run(run.folder).summaries()[0]] == [1, 3, 4, 5, 6]
+    assert opened == [path.name]
 
 
 def test_a_file_of_the_same_size_is_not_taken_for_the_one_that_is_described(run):

@@ -1,9 +1,10 @@
 """The catalogue of a run: one file with what a listing says of each checkpoint, so that it opens no other.
 
-The catalogue is never trusted over the checkpoints. A line counts only if the file that it describes has the same size
-and time of modification. A lost, torn or stale catalogue costs only time: what it lacks is read from the checkpoints,
-and the next writer makes it anew. A commit appends a line: two JSON objects, with a tab between. The first is what
-every listing needs, the second is the record, which most do not parse.
+The catalogue is never trusted over the checkpoints. A line counts only if the file that it describes has the same
+size and time of modification, or the same size and header, as the files of a copied run have. A lost, torn or stale
+catalogue costs only time: what it lacks is read from the checkpoints, and the next writer makes it anew. A commit
+appends a line: two JSON objects, with a tab between. The first is what every listing needs, the second is the record,
+which most do not parse.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import json
 import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
-from dynaquant.store.container import DISPLACED, CheckpointFile, Parent, Summary, is_step
+from dynaquant.store.container import DISPLACED, CheckpointFile, Parent, Summary, address_of, is_step
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
 
@@ -64,10 +65,11 @@ def bytes_by_role(entries: Iterable[Entry]) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the catalogue. size, modified: of the checkpoint's own file. rest: the second object."""
+    """A line of the catalogue. size, modified, address: of the checkpoint's own file. rest: the second object."""
 
     size: int
     modified: int
+    address: str
     summary: Summary
     rest: bytes
 
@@ -77,7 +79,7 @@ class Line:
         listed = Listed.of(file)
         rest = {"record": listed.record, "roles": listed.roles, "size": listed.size}
         modified = file.version[2] if file.version is not None else 0
-        return cls(file.size, modified, listed.summary, _to_json(rest))
+        return cls(file.size, modified, file.address, listed.summary, _to_json(rest))
 
     def listed(self, path: Path) -> Listed:
         """Return what is listed of the checkpoint at a path. Raises ValueError if the line is damaged."""
@@ -92,7 +94,7 @@ class Line:
         """Return the line as the catalogue has it. name: of the checkpoint's file."""
         summary, parent = self.summary, self.summary.parent
         of_summary = asdict(summary) | {"frozen": sorted(summary.frozen), "parts": sorted(summary.parts)}
-        first = {"file": name, "bytes": self.size, "modified": self.modified}
+        first = {"file": name, "bytes": self.size, "modified": self.modified, "address": self.address}
         return _to_json(first | {"summary": of_summary | {"parent": parent and parent.to_json()}}) + b"\t" + self.rest
 
     @classmethod
@@ -105,8 +107,8 @@ class Line:
             parent = None if found["parent"] is None else Parent.from_json(found["parent"])
             sets = {"frozen": frozenset(found["frozen"]), "parts": frozenset(found["parts"])}
             summary = Summary(**found | sets | {"parent": parent})
-            line = cls(_size(data["bytes"]), _size(data["modified"]), summary, rest)
-            names = data["file"], summary.identity, *summary.frozen, *summary.parts
+            line = cls(_size(data["bytes"]), _size(data["modified"]), data["address"], summary, rest)
+            names = data["file"], line.address, summary.identity, *summary.frozen, *summary.parts
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             return None
         valid = is_step(summary.step) and is_step(summary.sequence) and type(summary.finite) is bool
@@ -124,10 +126,22 @@ class Catalogue:
         self._changed = False  # whether there is more to know than the file says
 
     def find(self, path: Path, status: os.stat_result) -> Line | None:
-        """Return the line of a checkpoint, or None if the catalogue does not describe this file."""
-        line = self._known().get(path.name)
-        same = line is not None and (line.size, line.modified) == (status.st_size, status.st_mtime_ns)
-        return line if same else None
+        """Return the line of a checkpoint, or None if the catalogue does not describe this file.
+
+        status: of the file. If its time is another one, as after ``cp -r``, its header is read, but not parsed.
+        """
+        lines = self._known()
+        line = lines.get(path.name)
+        if line is None or line.size != status.st_size:
+            return None
+        if line.modified == status.st_mtime_ns:
+            return line
+        with suppress(CheckpointError, OSError):  # whoever opens it says what is wrong
+            if address_of(path) == line.address:
+                lines[path.name] = line = replace(line, modified=status.st_mtime_ns)
+                self._changed = True
+                return line
+        return None
 
     def remember(self, file: CheckpointFile) -> Line:
         """Return the line of a checkpoint that was opened, and keep it for ``find`` and ``renew``."""

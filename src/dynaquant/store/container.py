@@ -156,8 +156,8 @@ class CheckpointWriter:
         """Append the stream of the header's next entry."""
         self._file.write(stream)
 
-    def finish(self, header: Header, durable: bool = True) -> None:
-        """Append the header. durable: wait until the file is on the disk, unless it is in memory."""
+    def finish(self, header: Header) -> None:
+        """Append the header, and hand all to the system."""
         plain = _json(
             {
                 "requires": required_features(header.entries),
@@ -180,13 +180,47 @@ class CheckpointWriter:
             _TRAILER.pack(len(stored), len(plain), checksum_of(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
         )
         self._file.flush()
-        if durable and not isinstance(self._file, io.BytesIO):
-            os.fsync(self._file.fileno())
 
 
 def checksum_of(preamble: bytes, stored_header: bytes) -> bytes:
     """Return the checksum of a header as it is stored, 16 bytes."""
     return blake3(preamble + stored_header).digest(length=16)
+
+
+def _stored_header(file: BinaryIO, size: int) -> tuple[bytes, int, str]:
+    """Return the header of a file as it is stored, its size when it is decompressed, and the file's address.
+
+    size: of the file. Raises CheckpointError if it is no checkpoint file, or its header has another checksum.
+    """
+    start = file.read(_PREAMBLE.size)
+    if start[:8] != MAGIC:
+        raise CheckpointError("not a dynaquant checkpoint (or damaged in its first bytes)")
+    if len(start) < _PREAMBLE.size or size < _PREAMBLE.size + _TRAILER.size:
+        raise CheckpointError("truncated: the file ends too early")
+    _, version = _PREAMBLE.unpack(start)
+    if version != FORMAT_VERSION:
+        raise CheckpointError(why_unreadable(version))
+    file.seek(size - _TRAILER.size)
+    stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
+    if magic != MAGIC:
+        raise CheckpointError("truncated, or damaged at its end")
+    streams_end = size - _TRAILER.size - stored_size
+    if streams_end < _PREAMBLE.size:
+        raise CheckpointError("altered: its header would be larger than the file")
+    file.seek(streams_end)
+    stored = file.read(stored_size)
+    if checksum_of(start, stored) != checksum:
+        raise CheckpointError("altered: its header does not have the checksum that was written with it")
+    return stored, plain_size, checksum.hex()
+
+
+def address_of(path: Path) -> str:
+    """Return the address of a checkpoint file (``CheckpointFile.address``), without parsing its header.
+
+    Raises CheckpointError if it is no checkpoint file or its header is damaged, OSError if it cannot be read.
+    """
+    with open_file(path) as file:
+        return _stored_header(file, os.fstat(file.fileno()).st_size)[2]
 
 
 FileVersion = tuple[int, int, int, int]
@@ -254,26 +288,8 @@ class CheckpointFile:
             raise CheckpointError(f"{self.path}: its header needs more memory than there is") from error
 
     def _read_header(self, file: BinaryIO) -> tuple[bytes, int]:
-        start = file.read(_PREAMBLE.size)
-        if start[:8] != MAGIC:
-            raise CheckpointError("not a dynaquant checkpoint (or damaged in its first bytes)")
-        if len(start) < _PREAMBLE.size or self.size < _PREAMBLE.size + _TRAILER.size:
-            raise CheckpointError("truncated: the file ends too early")
-        _, version = _PREAMBLE.unpack(start)
-        if version != FORMAT_VERSION:
-            raise CheckpointError(why_unreadable(version))
-        file.seek(self.size - _TRAILER.size)
-        stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
-        if magic != MAGIC:
-            raise CheckpointError("truncated, or damaged at its end")
-        streams_end = self.size - _TRAILER.size - stored_size
-        if streams_end < _PREAMBLE.size:
-            raise CheckpointError("altered: its header would be larger than the file")
-        file.seek(streams_end)
-        stored = file.read(stored_size)
-        if checksum_of(start, stored) != checksum:
-            raise CheckpointError("altered: its header does not have the checksum that was written with it")
-        self.address = checksum.hex()
+        stored, plain_size, self.address = _stored_header(file, self.size)
+        stored_size, streams_end = len(stored), self.size - _TRAILER.size - len(stored)
         if plain_size == stored_size:
             return stored, streams_end
         if plain_size > _MAX_HEADER_EXPANSION * stored_size:

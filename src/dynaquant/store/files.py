@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dynaquant.errors import CheckpointError
+from dynaquant.store.in_order import begun
 
 _DISK_FULL = {
     errno.ENOSPC: "the disk is full: free some space and try again, or choose a path on another disk",
@@ -110,7 +111,7 @@ def syncing(file: BinaryIO) -> Iterator[None]:
     Raises OSError, naming the file, if this fails.
     """
     with ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(os.fsync, file.fileno())
+        synced = begun(pool, os.fsync, file.fileno())
         yield
         try:
             synced.result()

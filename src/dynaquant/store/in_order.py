@@ -55,13 +55,13 @@ def in_order(
             while waiting and (waiting[0].done() or len(waiting) >= MOST_WAITING or held >= MOST_BYTES):
                 yield take()
             free.acquire()
-            waiting.append(_begun(pool, work, item))
+            waiting.append(begun(pool, work, item))
         while waiting:
             yield take()
 
 
-def _begun(pool: ThreadPoolExecutor, work: Callable[[Item], Result], item: Item) -> Future[Result]:
-    """Begin to work on an item in the pool; when the interpreter ends, which starts no more threads, do it here."""
+def begun(pool: ThreadPoolExecutor, work: Callable[[Item], Result], item: Item) -> Future[Result]:
+    """Begin to work on an item in the pool; when the interpreter ends, which starts no more threads, do it at once."""
     try:
         return pool.submit(work, item)
     except RuntimeError as error:

@@ -33,7 +33,7 @@ def write_file(
     draft = _draft(checkpoint, parent, out)
     with atomic_file(out) as file:
         tensors, labels = checkpoint.tensors, checkpoint.labels
-        write_checkpoint(file, draft, tensors, labels, base, checkpoint.coder, threads=threads, durable=False)
+        write_checkpoint(file, draft, tensors, labels, base, checkpoint.coder, threads=threads)
         with syncing(file):
             written = CheckpointFile(Path(file.name))
             verify_written(written, tensors, base, threads)

@@ -147,4 +147,4 @@ def _write(out: BinaryIO, old: _Old, header: Header) -> None:
                 raise CheckpointError(f"{old.path}: truncated while it was read")
             writer.add(piece)
             left -= len(piece)
-    writer.finish(header, durable=False)
+    writer.finish(header)

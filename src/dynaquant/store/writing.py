@@ -27,7 +27,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.decoding import holds
 from dynaquant.store.entry import Entry
-from dynaquant.store.files import add_disk_full_note, sync_parent
+from dynaquant.store.files import add_disk_full_note, sync_parent, syncing
 from dynaquant.store.in_order import in_order
 from dynaquant.store.layout import HashOfBoxes, PartFile, Plan, box_name, layout_of, part_name
 from dynaquant.store.reading import load_boxes
@@ -135,13 +135,12 @@ def write_checkpoint(
     coder: Coder,
     again: bool = False,
     threads: int = 1,
-    durable: bool = True,
 ) -> None:
     """Write a file: the streams of the tensors, then ``draft`` with their entries.
 
     The entries of ``draft`` in parts stay. again: it is re-coded, and others may depend on its levels. threads: how
-    many tensors are encoded at a time; with more than one, some streams wait in memory (``in_order.MOST_BYTES``).
-    durable: wait until the file is on the disk.
+    many tensors are encoded at a time; with more than one, some streams wait in memory (``in_order.MOST_BYTES``). The
+    file need not be on the disk afterwards (``files.syncing``).
     """
     writer = CheckpointWriter(out)
     entries = [entry for entry in draft.entries if entry.scheme.layout_number is not None]
@@ -152,7 +151,7 @@ def write_checkpoint(
     for entry, coded in in_order(encoded, tensors, threads, lambda found: len(found[1])):
         entries.append(entry)
         writer.add(coded)
-    writer.finish(replace(draft, entries=tuple(entries)), durable)
+    writer.finish(replace(draft, entries=tuple(entries)))
 
 
 def verify_written(
@@ -188,11 +187,12 @@ def written_file(
     coder: Coder = "conditional",
     again: bool = False,
 ) -> CheckpointFile:
-    """Write a file, make it durable, read it back and compare it. For the arguments, see ``write_checkpoint``."""
+    """Write a file, read it back and compare it while it gets on the disk. Arguments: of ``write_checkpoint``."""
     with path.open("wb") as out:
         write_checkpoint(out, draft, tensors, labels, base, coder, again)
-    written = CheckpointFile(path)
-    verify_written(written, tensors, base)
+        with syncing(out):
+            written = CheckpointFile(path)
+            verify_written(written, tensors, base)
     return written
 
 
