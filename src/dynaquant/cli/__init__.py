@@ -68,7 +68,6 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
         maintain.branch: "branch runs/gpt best runs/other",
         maintain.compact: "compact runs/gpt --keyframe-every 8",
         maintain.prune: "prune runs/gpt --keep-last 3 --keep-every 1000",
-        maintain.convert_run: "convert-run runs/gpt",
     },
 }
 """The commands in the order of the help, each with an example."""
@@ -79,7 +78,7 @@ for panel, commands in _PANELS.items():
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # noqa: PLC0415  (slow to import)
+        from importlib.metadata import version
 
         print(f"dynaquant {version('dynaquant')}")
         raise typer.Exit

@@ -1,8 +1,5 @@
 """Arguments that several commands take, and opening the runs and files that they name."""
 
-# ruff: noqa: PLC0415
-# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
-
 from __future__ import annotations
 
 import re

@@ -1,8 +1,5 @@
 """Commands that look into a run or a checkpoint: ``log``, ``show``, ``diff``, ``verify``, ``du``."""
 
-# ruff: noqa: PLC0415
-# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
-
 from __future__ import annotations
 
 from collections.abc import Iterator

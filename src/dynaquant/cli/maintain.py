@@ -1,7 +1,4 @@
-"""Commands that change a run: ``tag``, ``compact``, ``prune``, ``convert-run``; or start one from it: ``branch``."""
-
-# ruff: noqa: PLC0415
-# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
+"""Commands that change a run: ``tag``, ``compact``, ``prune``; or start one from it: ``branch``."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import typer
 
 from dynaquant.cli import output
 from dynaquant.cli.arguments import AsJson, RunFolder, Step, checkpoint, open_run
-from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
@@ -182,19 +178,3 @@ def _damaged(run: Run, retention: Retention) -> set[int]:
     return damaged_among_kept(
         run, retention, lambda steps: output.with_progress(steps, "verifying what stays", len(steps))
     )
-
-
-def convert_run(
-    path: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of checkpoints, or one checkpoint file.", show_default=False)
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Convert a run of format version 4, from before the first release, in place."""
-    from dynaquant.store.version_4 import convert
-
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give the folder of a run")
-    done = list(convert(path))
-    text = f"converted {plural(len(done), 'file')} to format version 1; 'dynaquant verify {path}' decodes them all"
-    output.print_result(as_json, text, converted=[each.name for each in done])

@@ -1,8 +1,5 @@
 """``dynaquant report``."""
 
-# ruff: noqa: PLC0415
-# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -62,12 +62,9 @@ class Method(Protocol):
 
     def accumulate(self, gradients: Recorded, before: Recorded, scaling: Scaling) -> Recorded:
         """Return what to record of parameters from now on. before: what was recorded so far."""
-        ...
 
     def mean_square(self, recorded: Tensor) -> float:
         """Return the mean squared gradient, up to a factor, from what ``accumulate`` has recorded of a tensor."""
-        ...
 
     def prepare(self, weights: WeightsToPrepare, group: Group) -> tuple[PreparedWeights, Sequence[str]]:
         """Read the weights, and return what every configuration needs, and notes for the record. Collective."""
-        ...

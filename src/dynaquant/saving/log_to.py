@@ -17,7 +17,6 @@ class ScalarWriter(Protocol):
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Add a point to a curve."""
-        ...
 
 
 LogTo = ScalarWriter | Callable[[Record], Any]

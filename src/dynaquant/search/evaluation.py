@@ -26,15 +26,12 @@ class OnBatches(Protocol):
 
     def __call__(self, model: Any) -> float:
         """Return the mean over all batches."""
-        ...
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        ...
 
     def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
         """Return the number of each of these batches. batches: indices, from 0."""
-        ...
 
 
 class LossOn:

@@ -34,11 +34,9 @@ class Judge(Protocol):
     @property
     def judged_by(self) -> JudgedBy:
         """What the judge measures."""
-        ...
 
     def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
         """Return the quality of the model with these weights. Raises what ``evaluate`` raises."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -18,26 +18,20 @@ class PreparedWeights(Quantizer, Protocol):
     @property
     def shards(self) -> Shards:
         """Which part of each weight this rank holds."""
-        ...
 
     @property
     def estimate(self) -> DistortionJudge:
         """The judge that stands in for a metric."""
-        ...
 
     @property
     def last_resort(self) -> Search:
         """How the best of configurations that all lose too much counts as found."""
-        ...
 
     def find(self, trials: Trials, memory: SearchMemory) -> Found:
         """Return the most compact configuration that is good enough. Collective."""
-        ...
 
     def last(self, memory: SearchMemory, limit: float) -> tuple[Search, Knobs]:
         """Return the last configuration, and how it counts as found if no weight has changed since."""
-        ...
 
     def after(self, memory: SearchMemory, limit: float, found: Knobs, trials: Trials) -> SearchMemory:
         """Return what the next search starts from. found: the configuration that is good enough for the limit."""
-        ...

@@ -20,7 +20,6 @@ class Subject(Protocol):
 
     def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> Mapping[str, ParameterValues]:
         """Return the values of a candidate, for ``score``. reused: memory for one candidate after another."""
-        ...
 
     def score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
         """Return the metric with other values for some weights. Names that the subject does not have are ignored.
@@ -28,8 +27,6 @@ class Subject(Protocol):
         Nothing has changed when this returns or raises. Raises ValueError if ``evaluate`` does not return a number, and
         whatever it raises.
         """
-        ...
 
     def uses_batch_statistics(self, evaluate: Evaluate) -> bool:
         """Whether a metric evaluates batch norms by the statistics of its batches."""
-        ...

@@ -28,19 +28,15 @@ class Quantizer(Protocol):
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """The weights by name."""
-        ...
 
     def candidate(self, configuration: Any) -> CandidateWeights:
         """Return the weights as ``quantize`` would store them, to be scored. A pure function."""
-        ...
 
     def quantize(self, configuration: Any) -> Mapping[str, QuantizedTensor]:
         """Return the quantized weights by name. A pure function."""
-        ...
 
     def predict(self, configuration: Any) -> float | None:
         """Return the bytes that they would take, or None if that cannot be predicted without quantizing."""
-        ...
 
 
 class MixedScoresError(Exception):

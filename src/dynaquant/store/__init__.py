@@ -30,6 +30,5 @@ The files, in reading order:
 - ``pointers.py``: files outside of a run that stand for its checkpoints
 - ``verifying.py``: finds damage in a checkpoint or a run
 - ``retention.py``: decides which checkpoints to keep; deletes the others
-- ``version_4.py``: converts runs of format version 4
 - ``recoding.py``: re-codes a run in chains of another length; starts a new run from a checkpoint of another one
 """

@@ -35,9 +35,4 @@ def check_features(required: Any) -> None:
 
 def why_unreadable(version: int) -> str:
     """Return what is wrong with a file of another format version."""
-    if version == 4:
-        return (
-            "written before the first release, in format version 4; convert the folder that it is in: "
-            "dynaquant convert-run FOLDER"
-        )
     return f"format version {version}, but this dynaquant reads version 1; install a newer one"

@@ -34,33 +34,27 @@ class Kernels(Protocol):
 
     def total(self, tensor: Tensor) -> float | Tensor:
         """Return the sum of the values, computed in float64. Of a device, as a scalar on it."""
-        ...
 
     def errors(self, values: Tensor, exact: Tensor) -> tuple[float, float]:
         """Return the sum of the squares of exact values and that of the differences of other values from them.
 
         Both: float32, flat, on the same device. Differences are computed in float32, sums in float64.
         """
-        ...
 
     def extremes(self, tensor: Tensor) -> tuple[float, float]:
         """Return the lowest and the highest value; NaN if any value is NaN. tensor: not empty."""
-        ...
 
     def smallest_from(self, tensor: Tensor, limit: float) -> float:
         """Return the smallest value that is at least ``limit``, as float32; infinity if there is none.
 
         limit: above zero, a float32. tensor: without NaN.
         """
-        ...
 
     def row_and_column_sums(self, matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the sum of each row and the sum of each column of a matrix."""
-        ...
 
     def log_histogram(self, tensor: Tensor) -> NDArray[np.int64]:
         """Count the values by their top 16 bits, int64[65536]. float64 is rounded to float32 first."""
-        ...
 
     def table_levels(self, tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitivity | None = None) -> Tensor:
         """Return the level that the table has for the top 16 bits of each value.
@@ -68,7 +62,6 @@ class Kernels(Protocol):
         If the table of the sensitivity prunes or protects a value, that decides instead. Protection, by either table,
         has precedence over pruning.
         """
-        ...
 
     def grid_levels(
         self, tensor: Tensor, inverse: float, seed: int | None, first: int = 0
@@ -78,7 +71,6 @@ class Kernels(Protocol):
         That is 256 or more if a value is protected. seed: a number selects stochastic rounding;
         None rounds to the nearest. first: the index of the first value in its tensor, for stochastic rounding.
         """
-        ...
 
     def grid_values(
         self, tensor: Tensor, inverse: float, step: float, seed: int | None, first: int, out: Tensor
@@ -88,13 +80,11 @@ class Kernels(Protocol):
         tensor, out: float32, on the same device, of the same size; ``out`` is contiguous. inverse: ``1 / step``. first:
         the index of the first value in its tensor, for stochastic rounding.
         """
-        ...
 
     def grid_errors(
         self, tensor: Tensor, inverse: float, step: float, seed: int | None, first: int
     ) -> tuple[float, float]:
         """Return the sum of the squares of the values, and that of the errors of what ``grid_values`` fills."""
-        ...
 
     def values(
         self,
@@ -110,7 +100,6 @@ class Kernels(Protocol):
         what to return, filled; contiguous, of this dtype and on the device. Raises ValueError if table or protected
         values do not fit the levels.
         """
-        ...
 
     def divide_by_roots(self, values: Tensor, seconds: Tensor, out: Tensor, columns: Tensor | None = None) -> None:
         """Fill ``out`` with ``values / sqrt(seconds)``, and with zero where the second is zero.
@@ -118,15 +107,12 @@ class Kernels(Protocol):
         All: float32, flat, of the same size, on the same device; ``out`` is contiguous. The root and the quotient are
         correctly rounded. columns: if given, the second moments are the outer product of ``seconds`` and these.
         """
-        ...
 
     def multiply_by_roots(self, values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
         """Multiply values by ``sqrt(seconds)``, in place. All as for ``divide_by_roots``; ``values`` is contiguous."""
-        ...
 
     def outer(self, rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the outer product of two float32 vectors, flat. out: as for ``values``."""
-        ...
 
 
 def for_device(device: torch.device) -> Kernels:
