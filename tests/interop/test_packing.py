@@ -21,7 +21,7 @@ from dynaquant.interop.packing import KEYFRAME_EVERY, Packer, compress, pack, st
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.flatten import unflatten
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.run import Run
+from dynaquant.store.run import Run, chain_lengths
 from dynaquant.store.verifying import damage
 
 LOSSLESS = "lossless"
@@ -262,7 +262,7 @@ def test_deltas_are_smaller_than_the_keyframe(tmp_path):
 
 def test_chains_have_a_bounded_length(tmp_path):
     list(pack(series(tmp_path / "files", range(KEYFRAME_EVERY + 2)), tmp_path / "run", Packer()))
-    lengths = list(Run(tmp_path / "run").chain_lengths().values())
+    lengths = list(chain_lengths(Run(tmp_path / "run").summaries()[0]).values())
     assert max(lengths) == KEYFRAME_EVERY
     assert lengths[-2:] == [1, 2]
 

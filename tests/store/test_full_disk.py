@@ -80,10 +80,13 @@ def test_an_error_that_the_future_has_raised_does_not_end_the_next_save(tmp_path
     assert dq.Checkpointer(tmp_path, *training(), **way).steps() == [1, 3]
 
 
-def test_an_error_that_a_callback_has_seen_is_raised_by_the_next_save(tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_that_a_callback_has_seen_is_raised_by_the_next_save(tmp_path, late):
     with dq.Checkpointer(tmp_path, *training()) as ckpt:
         (tmp_path / "step-000000000001.dqc.tmp").symlink_to("/dev/full")
         save = ckpt.save(1)
+        if late:  # then this thread calls the callback
+            assert save.exception() is not None
         save.add_done_callback(lambda done: print(done.result().step))  # what it raises is only logged
         with pytest.raises(OSError, match="No space left on device"):
             ckpt.save(2)

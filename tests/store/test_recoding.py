@@ -19,7 +19,7 @@ from dynaquant.engine.forms.stored import values_of
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch, compact
 from dynaquant.store.retention import Retention, prune
-from dynaquant.store.run import Run
+from dynaquant.store.run import Run, chain_lengths
 from dynaquant.store.tags import set_tag, tagged_file
 
 PUBLISHED = {
@@ -60,7 +60,7 @@ def compacted(run: WritableRun, keyframe_every: int, stop: int | None = None) ->
 
 
 def chains(run: Run) -> dict[int, int]:
-    return {parent.step: length for parent, length in run.chain_lengths().items()}
+    return {parent.step: length for parent, length in chain_lengths(run.summaries()[0]).items()}
 
 
 @pytest.mark.parametrize(

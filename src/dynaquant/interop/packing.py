@@ -33,7 +33,7 @@ from dynaquant.search.metric import UserMetric
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header
 from dynaquant.store.files import check_output, removing_empty_folders
-from dynaquant.store.run import Run
+from dynaquant.store.run import Run, chain_lengths
 from dynaquant.store.single_file import write_file
 from dynaquant.store.writing import Base, Checkpoint
 
@@ -194,7 +194,9 @@ def pack(
     run = WritableRun(folder)
     with removing_empty_folders(folder), run.locked():
         _check_packed(run)
-        there = {known.step for known in run.chain_lengths()}  # a checkpoint without its parents is packed again
+        there = {
+            known.step for known in chain_lengths(run.summaries()[0])
+        }  # a checkpoint without its parents is packed again
         base: Base | None = None
         chain = 0
         for step, path in sorted(files.items()):

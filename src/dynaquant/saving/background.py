@@ -19,6 +19,8 @@ from typing import Any, Generic, TypeVar
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")
+_callback = threading.local()
+"""``runs``: whether this thread is in a callback of a write."""
 
 
 def check_process(process: int) -> None:
@@ -37,7 +39,7 @@ class Write(Future[T]):
     """
 
     raised: bool = False
-    """Whether ``result`` has raised its error outside the writing thread. Then nobody else needs to."""
+    """Whether ``result`` has raised its error, and not in a callback. Then nobody else needs to."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         super().__init__()
@@ -91,9 +93,21 @@ class Write(Future[T]):
         try:
             return super().result(timeout)
         except BaseException as error:
-            if self.done() and error is super().exception(0) and self._runner != threading.get_ident():
+            if self.done() and error is super().exception(0) and not getattr(_callback, "runs", False):
                 self.raised = True
             raise
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """See ``Future.add_done_callback``. What ``fn`` raises is only logged, whichever thread calls it."""
+
+        def called(write: Future[T]) -> None:
+            _callback.runs = True
+            try:
+                fn(write)
+            finally:
+                _callback.runs = False
+
+        super().add_done_callback(called)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See ``Future.exception``."""

@@ -23,6 +23,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.ranks.group import Group
 from dynaquant.saving.record import Record, record_without_file
 from dynaquant.store.commit import WritableRun
+from dynaquant.store.run import chain_lengths
 from dynaquant.store.tags import set_tag, tags_of
 from dynaquant.training.collect import rank_rng_state
 from dynaquant.training.packed import joined, packed
@@ -93,7 +94,7 @@ def keep_earlier_training(run: WritableRun, group: Group) -> None:
     """
     if group.rank > 0 or not (found := run.summaries()[0]):
         return
-    usable = {checkpoint.step for checkpoint in run.chain_lengths()}
+    usable = {checkpoint.step for checkpoint in chain_lengths(found)}
     kept = {(summary.step, summary.identity) for summary in [known for known in found if known.step in usable][-1:]}
     kept |= {(tag.step, tag.identity) for tag in tags_of(run)}
     names = []

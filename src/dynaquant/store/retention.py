@@ -13,7 +13,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.options import Keep
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Parent, Summary
-from dynaquant.store.run import Run
+from dynaquant.store.run import Run, chain_lengths
 from dynaquant.store.tags import set_tag, tags_of
 from dynaquant.store.verifying import damage
 
@@ -140,8 +140,8 @@ def _keep_named(run: WritableRun, step: int, retention: Retention) -> list[str]:
 
 
 def _best_steps(run: Run, retention: Retention) -> list[int]:
-    usable = {checkpoint.step for checkpoint in run.chain_lengths()}
     summaries = run.summaries()[0]
+    usable = {checkpoint.step for checkpoint in chain_lengths(summaries)}
     return retention.best([summary.step for summary in summaries if summary.step in usable], _metrics(summaries))
 
 
@@ -192,8 +192,10 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
 
     damaged: steps whose files are known not to decode. They and their dependent deltas do not count as kept.
     """
-    usable = {checkpoint.step for checkpoint in run.chain_lengths(damaged)}
+    if retention.keep.keeps_all:
+        return []
     summaries = run.summaries()[0]
+    usable = {checkpoint.step for checkpoint in chain_lengths(summaries, damaged)}
     named = {(tag.step, tag.identity) for tag in tags_of(run)}
     tagged = {summary.step for summary in summaries if (summary.step, summary.identity) in named}
     in_order = [summary.step for summary in summaries]
@@ -206,8 +208,9 @@ def can_be_parent(run: Run, parent: Parent, step: int, retention: Retention, dam
 
     damaged: steps whose files are known not to decode.
     """
-    lengths, longest = run.chain_lengths(damaged), retention.keep.keyframe_every
-    others = [summary for summary in run.summaries()[0] if summary.step != step]
+    summaries, longest = run.summaries()[0], retention.keep.keyframe_every
+    lengths = chain_lengths(summaries, damaged)
+    others = [summary for summary in summaries if summary.step != step]
     steps = [summary.step for summary in others] + [step]
     usable = {checkpoint.step for checkpoint in lengths} | {step}
     to_delete = retention.steps_to_delete(steps, usable, _metrics(others), _diverged(others))

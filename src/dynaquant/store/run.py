@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,16 +48,16 @@ class Run:
 
     def path(self, step: int) -> Path:
         """Return the path of a step's file."""
-        return self.folder / f"{STEP}{step:012d}{SUFFIX}"
+        return self.folder / _name(step)
 
     def summaries(self) -> tuple[list[Summary], list[CheckpointError]]:
         """Return the checkpoints with valid headers, oldest commit first, and the errors of the others."""
-        known = self._summaries
+        known, folder = self._summaries, os.path.join(self.folder, "")
 
-        def read(path: Path) -> tuple[FileVersion, Summary]:
-            version = file_version(status := path.stat())
-            summary = known.get(version) or self._line(path, status).summary
-            self._check_name(path, summary.step)
+        def read(name: str) -> tuple[FileVersion, Summary]:
+            version = file_version(status := os.stat(folder + name))
+            summary = known.get(version) or self._line(self.folder / name, status).summary
+            self._check_name(name, summary.step)
             return version, summary
 
         found, broken = read_each(self.folder, STEP, read)
@@ -73,9 +73,10 @@ class Run:
     def listing(self) -> tuple[list[Listed], list[CheckpointError]]:
         """Like ``summaries``, but with records and sizes. With a catalogue, no checkpoint is opened."""
 
-        def read(path: Path) -> Listed:
+        def read(name: str) -> Listed:
+            path = self.folder / name
             line = self._line(path, path.stat())
-            self._check_name(path, line.summary.step)
+            self._check_name(name, line.summary.step)
             try:
                 return line.listed(path)
             except ValueError:
@@ -88,9 +89,9 @@ class Run:
     def files(self) -> tuple[list[CheckpointFile], list[CheckpointError]]:
         """Like ``summaries``, but returns whole headers. The files are closed, because there may be many."""
 
-        def read(path: Path) -> CheckpointFile:
-            file = CheckpointFile(path)
-            self._check_name(path, file.header.step)
+        def read(name: str) -> CheckpointFile:
+            file = CheckpointFile(self.folder / name)
+            self._check_name(name, file.header.step)
             file.close()
             return file
 
@@ -108,8 +109,8 @@ class Run:
         All are keyframes. They are no steps of the run: ``summaries`` and ``files`` leave them out.
         """
 
-        def read(path: Path) -> CheckpointFile:
-            file = CheckpointFile(path)
+        def read(name: str) -> CheckpointFile:
+            file = CheckpointFile(self.folder / name)
             file.close()
             return file
 
@@ -128,9 +129,9 @@ class Run:
             )
         return file
 
-    def _check_name(self, path: Path, step: int) -> None:
-        if self.path(step) != path:
-            raise CheckpointError(f"{path}: holds step {step}; was it renamed?")
+    def _check_name(self, name: str, step: int) -> None:
+        if name != _name(step):
+            raise CheckpointError(f"{self.folder / name}: holds step {step}; was it renamed?")
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints with valid headers, oldest commit first."""
@@ -149,7 +150,7 @@ class Run:
             name = f"checkpoint of step {step}"
             what = f"the {name} no longer exists" if seen else f"there is no {name}"
             raise CheckpointError(f"{self.folder}: {what} (available steps: {steps})")
-        self._check_name(path, file.header.step)
+        self._check_name(path.name, file.header.step)
         self._seen.add(step)
         return file
 
@@ -187,18 +188,6 @@ class Run:
         with name_step_in_errors(file):
             return load_all(self.chain(file))
 
-    def chain_lengths(self, damaged: Collection[int] = ()) -> dict[Parent, int]:
-        """Return every checkpoint that can be decoded, with the length of its chain: 1 for a keyframe.
-
-        Leaves out the steps in ``damaged``, and all checkpoints that depend on a damaged or missing one.
-        """
-        lengths: dict[Parent, int] = {}
-        for summary in self.summaries()[0]:  # parents come before their children
-            above = 0 if summary.parent is None else lengths.get(summary.parent)
-            if above is not None and summary.step not in damaged:
-                lengths[Parent(summary.step, summary.identity)] = above + 1
-        return lengths
-
     def lossless_copy_paths(self) -> list[Path]:
         """Return the files of lossless copies, lowest step first."""
         return lossless_copies.copy_paths(self.folder)
@@ -222,6 +211,23 @@ class Run:
             f"checkpoint step {header.step}: its lossless copy, {name}, is not in {self.folder} (was it "
             "deleted by hand?)"
         )
+
+
+def _name(step: int) -> str:
+    return f"{STEP}{step:012d}{SUFFIX}"
+
+
+def chain_lengths(summaries: Iterable[Summary], damaged: Collection[int] = ()) -> dict[Parent, int]:
+    """Return those of a run's checkpoints that can be decoded, with the length of their chains: 1 for a keyframe.
+
+    summaries: ``Run.summaries``. Leaves out the steps in ``damaged``, and all that depend on a damaged or missing one.
+    """
+    lengths: dict[Parent, int] = {}
+    for summary in summaries:  # parents come before their children
+        above = 0 if summary.parent is None else lengths.get(summary.parent)
+        if above is not None and summary.step not in damaged:
+            lengths[Parent(summary.step, summary.identity)] = above + 1
+    return lengths
 
 
 def is_of_run(file: CheckpointFile) -> bool:

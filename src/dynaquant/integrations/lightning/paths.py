@@ -13,7 +13,7 @@ from dynaquant.options import KEYFRAME_EVERY
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.pointers import RUN_FOLDER, Pointer, read_pointer
 from dynaquant.store.retention import recode_dependents
-from dynaquant.store.run import Run
+from dynaquant.store.run import Run, chain_lengths
 from dynaquant.store.tags import tags_of
 from dynaquant.store.writing import Base
 
@@ -67,8 +67,9 @@ def base_for(run: WritableRun, place: Path, replaced: Pointer | None) -> Base | 
     replaced: what is about to be deleted. Its delta would have to be re-coded.
     """
     deleted = replaced.step if replaced is not None and not is_named(run, replaced.step, place) else None
-    lengths = {known.step: length for known, length in run.chain_lengths().items()}
-    steps = [step for step in run.steps() if step != deleted]
+    summaries = run.summaries()[0]
+    lengths = {known.step: length for known, length in chain_lengths(summaries).items()}
+    steps = [summary.step for summary in summaries if summary.step != deleted]
     if not steps or lengths.get(steps[-1], KEYFRAME_EVERY) >= KEYFRAME_EVERY:
         return None
     file = run.file(steps[-1])
