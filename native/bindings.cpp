@@ -9,6 +9,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -219,36 +220,63 @@ using Bins = std::pair<int, int>;
 
 Bins pair_of(dynaquant::LogBins bins) { return {bins.first, bins.bins}; }
 
-std::optional<Bins> log_bins(float smallest, float largest, const Table<const std::int16_t>& exponents) {
-    const auto found = dynaquant::log_bins(smallest, largest, view(exponents));
+std::optional<Bins> log_bins(float smallest, float largest, const Table<const std::int16_t>& positions, int pace,
+                             int threshold) {
+    if (pace < 1) throw std::invalid_argument("the pace is less than 1");
+    const auto found = dynaquant::log_bins(smallest, largest, {view(positions), pace, threshold});
     if (!found) return std::nullopt;
     return pair_of(*found);
 }
 
 std::optional<std::pair<Bins, Bins>> rank_one(const Array<const double>& row_sums,
                                               const Array<const double>& column_sums,
-                                              const Table<const std::int16_t>& exponents,
-                                              const Array<std::uint8_t>& rows, const Array<std::uint8_t>& columns) {
+                                              const Table<const std::int16_t>& positions,
+                                              const Array<std::uint8_t>& rows, const Array<std::uint8_t>& columns,
+                                              const Array<std::uint8_t>& classes) {
     check_same_size(row_sums.size(), rows.size());
     check_same_size(column_sums.size(), columns.size());
+    check_same_size(classes.size(), std::max(rows.size(), columns.size()));
     if (!row_sums.size() || !column_sums.size()) throw std::invalid_argument("there are no values");
-    const auto found =
-        dynaquant::rank_one(view(row_sums), view(column_sums), view(exponents), view(rows), view(columns));
+    const auto found = dynaquant::rank_one(view(row_sums), view(column_sums), view(positions), view(rows), view(columns),
+                                           view(classes));
     if (!found) return std::nullopt;
     return std::pair{pair_of(found->rows), pair_of(found->columns)};
+}
+
+std::optional<Bins> round_up(const Array<std::uint8_t>& levels, Bins bins, const Array<const std::uint8_t>& classes,
+                             int threshold) {
+    check_same_size(levels.size(), classes.size());
+    const auto found = dynaquant::round_up(view(levels), {bins.first, bins.second}, view(classes), threshold);
+    if (!found) return std::nullopt;
+    return pair_of(*found);
+}
+
+std::pair<std::vector<double>, std::size_t> root_sums(const Array<const float>& values, const Array<const float>& down,
+                                                      const Array<const std::uint8_t>& classes, std::size_t count) {
+    check_same_size(values.size(), down.size());
+    check_same_size(values.size(), classes.size());
+    if (count < 256) {
+        const auto all = view(classes);
+        if (std::any_of(all.begin(), all.end(), [&](std::uint8_t one) { return one >= count; }))
+            throw std::invalid_argument("a class is too large");
+    }
+    auto found = dynaquant::root_sums(view(values), view(down), view(classes), count);
+    return {std::move(found.sums), found.count};
+}
+
+int balanced_threshold(const Array<const double>& sums, double count, int pace) {
+    return dynaquant::balanced_threshold(view(sums), count, pace);
 }
 
 // The tables that moments of small tensors are quantized with. It keeps the arrays.
 class SmallMoments {
 public:
-    SmallMoments(Table<const std::int16_t> factors,
-                 std::vector<std::tuple<int, Table<const std::int16_t>, Table<const float>>> grids, double epsilon,
+    SmallMoments(Table<const std::int16_t> positions, std::vector<int> paces, double epsilon,
                  const Array<const std::int32_t>& rungs, const Array<const float>& inverses)
-        : factors_(std::move(factors)), kept_(std::move(grids)), epsilon_(epsilon) {
+        : positions_(std::move(positions)), paces_(std::move(paces)), epsilon_(epsilon) {
         check_same_size(rungs.size(), inverses.size());
         rungs_.assign(rungs.data(), rungs.data() + rungs.size());
         inverses_.assign(inverses.data(), inverses.data() + inverses.size());
-        for (const auto& [pace, exponents, rounded] : kept_) grids_.push_back({pace, view(exponents), view(rounded)});
     }
 
     // None; the bins of rows and of columns; or a pace and the bins of levels.
@@ -257,7 +285,7 @@ public:
         const Array<std::uint8_t>& columns, const Array<std::uint8_t>& levels) const {
         check_same_size(values.size(), levels.size());
         if (rows.size() != 0) check_same_size(values.size(), rows.size() * columns.size());
-        const auto found = dynaquant::small_second_moment(view(values), tolerance, view(factors_), grids_, view(rows),
+        const auto found = dynaquant::small_second_moment(view(values), tolerance, view(positions_), paces_, view(rows),
                                                           view(columns), view(levels));
         if (const auto* factors = std::get_if<dynaquant::RankOneBins>(&found))
             return std::pair{pair_of(factors->rows), pair_of(factors->columns)};
@@ -281,9 +309,8 @@ public:
     }
 
 private:
-    Table<const std::int16_t> factors_;
-    std::vector<std::tuple<int, Table<const std::int16_t>, Table<const float>>> kept_;
-    std::vector<dynaquant::LogGrid> grids_;
+    Table<const std::int16_t> positions_;
+    std::vector<int> paces_;
     double epsilon_;
     std::vector<std::int32_t> rungs_;
     std::vector<float> inverses_;
@@ -518,20 +545,29 @@ NB_MODULE(_native, m) {
     m.def("coarsest_update", &coarsest_update, "firsts"_a.noconvert(), "seconds"_a.noconvert(), "epsilon"_a,
           "rungs"_a.noconvert(), "inverses"_a.noconvert(), "tolerance"_a,
           "Returns what coarsest does with the sums of update_fits, but computes no more of them than necessary.");
-    m.def("log_bins", &log_bins, "smallest"_a, "largest"_a, "exponents"_a.noconvert(),
+    m.def("log_bins", &log_bins, "smallest"_a, "largest"_a, "positions"_a.noconvert(), "pace"_a, "threshold"_a,
           "Returns the first exponent and the number of the bins that hold all values between these two; None if that\n"
-          "takes too many levels. smallest: of the values that are not zero. exponents: as for rank_one.");
-    m.def("rank_one", &rank_one, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(), "exponents"_a.noconvert(),
-          "rows"_a.noconvert(), "columns"_a.noconvert(),
-          "Fills the levels of factors whose outer product has these sums. exponents: of the power of each bucket.\n"
-          "Returns the first exponent and the number of bins of the rows, and the same of the columns; None if all\n"
-          "values are zero or there are too many levels. ValueError: there are no values.");
+          "takes too many levels. smallest: of the values that are not zero. positions: as for rank_one. threshold:\n"
+          "as of balanced_threshold.");
+    m.def("rank_one", &rank_one, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(), "positions"_a.noconvert(),
+          "rows"_a.noconvert(), "columns"_a.noconvert(), "classes"_a.noconvert(),
+          "Fills the levels of factors whose outer product has these sums. The longer one (of equal ones, the rows) is\n"
+          "rounded down, and its classes, 256 at most, are filled, for round_up. positions: on the ladder, of each\n"
+          "bucket, in sixteenths of a rung. Returns the first exponent and the number of bins of the rows, and the same of the\n"
+          "columns; None if all values are zero or there are too many levels. ValueError: there are no values.");
+    m.def("round_up", &round_up, "levels"_a.noconvert(), "bins"_a, "classes"_a.noconvert(), "threshold"_a,
+          "Rounds levels up whose class is at least the threshold. Returns the new bins; None if there are too many.");
+    m.def("root_sums", &root_sums, "values"_a.noconvert(), "down"_a.noconvert(), "classes"_a.noconvert(), "count"_a,
+          "Returns the sum of sqrt(value / down) of each class, and how many values are above zero. ValueError: a class\n"
+          "is not less than count.");
+    m.def("balanced_threshold", &balanced_threshold, "sums"_a.noconvert(), "count"_a, "pace"_a,
+          "Returns the threshold of rounding at which updates are as long as before on average. sums, count: of\n"
+          "root_sums, with classes from just above a power to just below the next one.");
     nb::class_<SmallMoments>(m, "SmallMoments", "Quantizes moments of small tensors, each in one call.")
-        .def(nb::init<Table<const std::int16_t>,
-                      std::vector<std::tuple<int, Table<const std::int16_t>, Table<const float>>>, double,
-                      const Array<const std::int32_t>&, const Array<const float>&>(),
-             "factors"_a.noconvert(), "grids"_a, "epsilon"_a, "rungs"_a.noconvert(), "inverses"_a.noconvert(),
-             "factors: exponents of the rank-one form. grids: pace, exponents and rounded values of each bucket.")
+        .def(nb::init<Table<const std::int16_t>, std::vector<int>, double, const Array<const std::int32_t>&,
+                      const Array<const float>&>(),
+             "positions"_a.noconvert(), "paces"_a, "epsilon"_a, "rungs"_a.noconvert(), "inverses"_a.noconvert(),
+             "positions: as for rank_one. paces: of the grids to try, coarsest first.")
         .def("second", &SmallMoments::second, "values"_a.noconvert(), "tolerance"_a, "rows"_a.noconvert(),
              "columns"_a.noconvert(), "levels"_a.noconvert(),
              "Fills rows and columns, and returns their bins; or fills levels, and returns their pace and bins; or\n"

@@ -61,8 +61,22 @@ std::optional<MomentGrid> coarsest(double squares, std::span<const GridFit> fits
 std::optional<MomentGrid> coarsest_update(const WeighedUnits& weighed, std::span<const std::int32_t> rungs,
                                           std::span<const float> inverses, double tolerance);
 
-// The exponent e of the power 2^(pace·e/4) that is nearest to the values of each bucket.
-using Exponents = std::span<const std::int16_t, bucket_count>;
+constexpr int positions_per_rung = 16;
+
+// Where the values of each bucket lie on the ladder of rungs, in sixteenths of a rung.
+using Positions = std::span<const std::int16_t, bucket_count>;
+
+// How values are rounded to powers of 2^(pace/4): up if they lie at least `threshold` positions above a power.
+struct Rounding {
+    Positions positions;
+    int pace, threshold;
+
+    static Rounding nearest(Positions positions, int pace) { return {positions, pace, pace * positions_per_rung / 2}; }
+    static Rounding down(Positions positions, int pace) { return {positions, pace, pace * positions_per_rung}; }
+    int classes() const { return pace * positions_per_rung; }
+    int exponent(std::size_t bucket) const;  // of the power that the values of a bucket are rounded to
+    std::uint8_t class_of(std::size_t bucket) const;  // how many positions they lie above a power
+};
 
 constexpr float smallest_power = 0x1p-133f;  // the smallest value outside the bucket of zero
 
@@ -75,18 +89,45 @@ struct LogBins {
 
 // Returns the bins that hold all values between these two, and zero; none if that takes too many levels. smallest: of the
 // values that are not zero.
-std::optional<LogBins> log_bins(float smallest, float largest, Exponents exponents);
+std::optional<LogBins> log_bins(float smallest, float largest, const Rounding& rounding);
 
 // Sets the level of each value. values: not negative, within the bins.
-void log_levels(std::span<const float> values, LogBins bins, Exponents exponents, std::span<std::uint8_t> levels);
+void log_levels(std::span<const float> values, LogBins bins, const Rounding& rounding, std::span<std::uint8_t> levels);
 
 struct RankOneBins {
     LogBins rows, columns;
 };
 
+// Factors average many values, so all may move alike, and would always go up together. So each position has 16 classes.
+constexpr int factor_classes = 16 * positions_per_rung;
+
 // Sets the levels of factors whose outer product has these sums of rows and columns: row mean × column mean / mean.
-// Returns none if all values are zero, or if there are too many levels.
+// The longer factor (of equal ones, the rows) is rounded down, and its classes are set, as many as it has levels; the
+// other one is rounded to the nearest power. Returns none if all values are zero, or if there are too many levels.
 std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<const double> column_sums,
-                                    Exponents exponents, std::span<std::uint8_t> rows, std::span<std::uint8_t> columns);
+                                    Positions positions, std::span<std::uint8_t> rows, std::span<std::uint8_t> columns,
+                                    std::span<std::uint8_t> classes);
+
+// Rounds levels up that were rounded down, where their class is at least the threshold (balanced_threshold). Returns the new
+// bins, or none if there are too many.
+std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, std::span<const std::uint8_t> classes,
+                                int threshold);
+
+// How many steps a second moment allows: sums[c] is Σ sqrt(v / down) over the values above zero of class c.
+struct RootSums {
+    std::vector<double> sums;
+    std::size_t count = 0;
+};
+
+// down, classes: of each value. class_count: more than every class.
+RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint8_t> classes,
+                   std::size_t class_count);
+
+// Returns the threshold at which updates are as long as before on average: the mean of sqrt(v / rounded) is as near to 1 as
+// it gets; of several, the one that is nearest to the middle. It is negative or larger than the number of classes if all
+// values must go up or down by one power, and some by another one. Rounding to the nearest power would freeze a moment that is
+// restored again and again before it has moved by half a pace. sums: RootSums, one for each class of values on powers of
+// 2^(pace/4), from the lowest to the highest.
+int balanced_threshold(std::span<const double> sums, double count, int pace);
 
 }  // namespace dynaquant

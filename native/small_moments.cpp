@@ -43,31 +43,61 @@ bool is_good(const RootChanges& change, double tolerance) {
     return change.count == 0 || std::sqrt(change.squares / static_cast<double>(change.count)) <= tolerance;
 }
 
+std::vector<float> product_of(std::span<const std::uint8_t> rows, std::span<const std::uint8_t> columns,
+                              const RankOneBins& bins) {
+    return outer(decoded({rows, 1, bins.rows.first}), decoded({columns, 1, bins.columns.first}));
+}
+
+// classes: room for as many as values.
+std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std::span<const double> row_sums,
+                                             std::span<const double> column_sums, Positions positions,
+                                             std::span<std::uint8_t> rows, std::span<std::uint8_t> columns,
+                                             std::span<std::uint8_t> classes) {
+    const bool by_rows = rows.size() >= columns.size();
+    const auto longer = by_rows ? rows : columns;
+    std::vector<std::uint8_t> of_longer(longer.size());
+    auto bins = rank_one(row_sums, column_sums, positions, rows, columns, of_longer);
+    if (!bins) return bins;
+    for (std::size_t i = 0; i < values.size(); ++i)
+        classes[i] = of_longer[by_rows ? i / columns.size() : i % columns.size()];
+    const auto sums = root_sums(values, product_of(rows, columns, *bins), classes, factor_classes);
+    const int threshold = balanced_threshold(sums.sums, static_cast<double>(sums.count), 1);
+    LogBins& of_bins = by_rows ? bins->rows : bins->columns;
+    const auto raised = round_up(longer, of_bins, of_longer, threshold);
+    if (!raised) return std::nullopt;
+    of_bins = *raised;
+    return bins;
+}
+
 }  // namespace
 
-SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, Exponents factors,
-                                     std::span<const LogGrid> grids, std::span<std::uint8_t> rows,
+SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, Positions positions,
+                                     std::span<const int> paces, std::span<std::uint8_t> rows,
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels) {
     const Extremes found = extremes(values);
     if (!(found.lowest >= 0.0f && found.highest < infinity)) return {};
+    std::vector<std::uint8_t> classes(values.size());
     if (!rows.empty()) {
         std::vector<double> row_sums(rows.size()), column_sums(columns.size());
         row_and_column_sums(values, row_sums, column_sums);
-        if (const auto bins = rank_one(row_sums, column_sums, factors, rows, columns)) {
-            const auto product =
-                outer(decoded({rows, 1, bins->rows.first}), decoded({columns, 1, bins->columns.first}));
-            if (is_good(root_changes(values, product), tolerance)) return *bins;
-        }
+        if (const auto bins = balanced_rank_one(values, row_sums, column_sums, positions, rows, columns, classes))
+            if (is_good(root_changes(values, product_of(rows, columns, *bins)), tolerance)) return *bins;
     }
-    std::vector<float> rounded(values.size());
-    for (const LogGrid& grid : grids) {
-        std::transform(values.begin(), values.end(), rounded.begin(),
-                       [&](float value) { return grid.rounded[bucket_of(value)]; });
-        if (!is_good(root_changes(values, rounded), tolerance)) continue;
-        if (const auto bins = log_bins(smallest_from(values, smallest_power), found.highest, grid.exponents)) {
-            log_levels(values, *bins, grid.exponents, levels);
-            return OnLogGrid{grid.pace, *bins};
-        }
+    const float smallest = smallest_from(values, smallest_power);
+    for (const int pace : paces) {
+        Rounding rounding = Rounding::down(positions, pace);
+        auto bins = log_bins(smallest, found.highest, rounding);
+        if (!bins) continue;
+        log_levels(values, *bins, rounding, levels);
+        std::transform(values.begin(), values.end(), classes.begin(),
+                       [&](float value) { return rounding.class_of(bucket_of(value)); });
+        const auto sums = root_sums(values, decoded({levels, pace, bins->first}), classes,
+                                    static_cast<std::size_t>(rounding.classes()));
+        rounding.threshold = balanced_threshold(sums.sums, static_cast<double>(sums.count), pace);
+        bins = log_bins(smallest, found.highest, rounding);
+        if (!bins) continue;
+        log_levels(values, *bins, rounding, levels);
+        if (is_good(root_changes(values, decoded({levels, pace, bins->first})), tolerance)) return OnLogGrid{pace, *bins};
     }
     return {};
 }

@@ -13,13 +13,6 @@
 
 namespace dynaquant {
 
-// A logarithmic grid to try for second moments. rounded: what the values of each bucket are rounded to.
-struct LogGrid {
-    int pace;
-    Exponents exponents;
-    std::span<const float, bucket_count> rounded;
-};
-
 // Levels of a second moment on one of the grids.
 struct OnLogGrid {
     int pace;
@@ -30,9 +23,9 @@ using SecondMomentForm = std::variant<std::monostate, RankOneBins, OnLogGrid>;
 
 // Returns the cheapest form that changes 1 / sqrt(v) by at most the tolerance, and sets its levels: either rows and
 // columns, or levels. None: it is not finite, has negative values, or no form is good enough. values: not empty, row by
-// row; as many levels. rows: empty if it is no matrix. factors: exponents of the rank-one form. grids: coarsest first.
-SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, Exponents factors,
-                                     std::span<const LogGrid> grids, std::span<std::uint8_t> rows,
+// row; as many levels. rows: empty if it is no matrix. paces: of the grids to try, coarsest first.
+SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, Positions positions,
+                                     std::span<const int> paces, std::span<std::uint8_t> rows,
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels);
 
 // A decoded factor of a second moment: levels of powers of 2^(pace/4) from an exponent on.

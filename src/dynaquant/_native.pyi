@@ -66,20 +66,30 @@ def coarsest_update(
     inverses: NDArray[float32],
     tolerance: float,
 ) -> tuple[int, int] | None: ...
-def log_bins(smallest: float, largest: float, exponents: NDArray[int16]) -> tuple[int, int] | None: ...
+def log_bins(
+    smallest: float, largest: float, positions: NDArray[int16], pace: int, threshold: int
+) -> tuple[int, int] | None: ...
 def rank_one(
     row_sums: NDArray[float64],
     column_sums: NDArray[float64],
-    exponents: NDArray[int16],
+    positions: NDArray[int16],
     rows: NDArray[uint8],
     columns: NDArray[uint8],
+    classes: NDArray[uint8],
 ) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
+def round_up(
+    levels: NDArray[uint8], bins: tuple[int, int], classes: NDArray[uint8], threshold: int
+) -> tuple[int, int] | None: ...
+def root_sums(
+    values: NDArray[float32], down: NDArray[float32], classes: NDArray[uint8], count: int
+) -> tuple[list[float], int]: ...
+def balanced_threshold(sums: NDArray[float64], count: float, pace: int) -> int: ...
 
 class SmallMoments:
     def __init__(
         self,
-        factors: NDArray[int16],
-        grids: list[tuple[int, NDArray[int16], NDArray[float32]]],
+        positions: NDArray[int16],
+        paces: list[int],
         epsilon: float,
         rungs: NDArray[int32],
         inverses: NDArray[float32],

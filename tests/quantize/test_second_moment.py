@@ -12,10 +12,18 @@ from whole_tensors import quantize_second_moment as second_moment_of
 from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
+from dynaquant.engine.quantize.log_grid import quantize_to_log_grid, threshold_for
+from dynaquant.engine.quantize.moment_sample import sample
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.second_moment import SECOND_PACES
+from dynaquant.engine.reduction import alone
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.engine.tensors.shard import Shard
+
+
+def balanced_on_log_grid(second, pace):
+    values = sample(second, Shard.whole(second.shape))
+    return quantize_to_log_grid(second, pace, threshold=alone(threshold_for(values, pace)))
 
 
 def test_a_rank_one_matrix_is_stored_as_rows_and_columns():
@@ -40,7 +48,7 @@ def test_a_second_moment_gets_the_cheapest_form_within_the_tolerance(tolerance, 
     base = torch.outer(torch.rand(shape[0]) + 0.01, torch.rand(math.prod(shape[1:])) + 0.01).reshape(shape)
     second = 1e-7 * base * torch.exp(noise * torch.randn(shape))
     stored = second_moment_of(second, tolerance)
-    forms = [quantize_rank_one(second), *(quantize_to_log_grid(second, pace) for pace in SECOND_PACES)]
+    forms = [quantize_rank_one(second), *(balanced_on_log_grid(second, pace) for pace in SECOND_PACES)]
     good = [form for form in forms if form is not None and second_effect(second, form) <= tolerance]
     if stored is None:
         assert not good
@@ -49,6 +57,28 @@ def test_a_second_moment_gets_the_cheapest_form_within_the_tolerance(tolerance, 
     assert type(stored) is type(good[0])
     if isinstance(stored, QuantizedTensor):
         assert stored.codebook == good[0].codebook
+
+
+@pytest.mark.parametrize("change", [0.97, 1.03])
+@pytest.mark.parametrize(("shape", "spread"), [((400,), 0.05), ((60, 50), 0), ((50, 60), 0), ((300, 200), 0)], ids=str)
+def test_a_second_moment_that_is_restored_again_and_again_follows_its_slow_changes(shape, spread, change):
+    # 3 % are less than half of any grid's pace, so rounding to the nearest power would never leave it.
+    torch.manual_seed(2)
+    factors = [torch.rand(n) + 0.01 for n in shape]
+    second = exact = torch.outer(*factors) if len(factors) == 2 else factors[0]
+    for _ in range(30):
+        moved = change * torch.exp(spread * torch.randn(shape))
+        exact = exact * moved
+        second = dequantize(second_moment_of(second * moved, 0.3))
+    assert 0.94 < float((exact / second).sqrt().mean()) < 1.06  # frozen: 0.63, 1.56
+
+
+@pytest.mark.parametrize("shape", [(500,), (40, 30), (30, 40), (200, 300)], ids=str)
+def test_updates_by_a_stored_second_moment_are_as_long_as_before_on_average(shape):
+    torch.manual_seed(3)
+    second = torch.exp(0.4 * torch.randn(shape))
+    stored = second_moment_of(second, 0.3)
+    assert float((second / dequantize(stored)).sqrt().mean()) == pytest.approx(1, abs=0.01)
 
 
 def test_zeros_of_a_second_moment_stay_zero_unless_it_is_rank_one():

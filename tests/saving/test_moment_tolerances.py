@@ -65,6 +65,13 @@ def test_momentum_of_sgd_is_kept_finely_where_checkpoints_are_close_and_dropped_
     assert found == [FINEST, FINEST, DROPPED, DROPPED]
 
 
+@pytest.mark.parametrize(("momentum", "wanted"), [(0.5, FINEST), (0.9, FINEST), (0.95, 0.354), (0.99, 0.158)])
+def test_momentum_of_sgd_that_remembers_longer_is_kept_more_finely(momentum, wanted):
+    model = nn.Linear(4, 3, bias=False)
+    objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1, momentum)}
+    assert list(first_tolerances(objects, PRESETS["balanced"], 10, True).values()) == [pytest.approx(wanted, abs=1e-3)]
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
 @pytest.mark.parametrize("interval", [None, 1, 1000])
 def test_momentum_of_muon_is_kept_unless_size_comes_first(interval):

@@ -17,6 +17,9 @@ LOST_BY_NOISE_OF_SGD = 0.5
 """The same for SGD, whose update is the moment itself: docs/decisions.md, "What about the momentum of SGD?"."""
 FINEST, COARSEST = 0.5, 1.4
 """Tolerances of moments that are kept: about 1.3 to 0.4 bits per weight. At 0.5, no loss could be measured."""
+WINDOW_OF_FINEST = 10.0
+"""Of SGD, that was measured with this window: momentum 0.9. Noise lasts as long as the window, so in a longer one its
+square must be smaller: docs/decisions.md, "What about the momentum of SGD?"."""
 
 
 def first_tolerances(
@@ -56,7 +59,8 @@ def tolerances_of(windows: Mapping[str, MomentWindow], preset: Preset, interval:
             continue
         elif window.kept == "fine":
             fine = LOST_BY_NOISE_OF_SGD * FINEST**2 * window.steps
-            tolerances[name] = FINEST if allowed <= fine * ROUNDING else DROPPED
+            longer = max(window.steps / (WINDOW_OF_FINEST * ROUNDING), 1.0)
+            tolerances[name] = FINEST / math.sqrt(longer) if allowed <= fine * ROUNDING else DROPPED
         else:
             noise = math.sqrt(allowed / (LOST_BY_NOISE * window.steps))
             tolerances[name] = min(max(noise, FINEST), COARSEST)

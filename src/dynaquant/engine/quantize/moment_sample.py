@@ -33,7 +33,7 @@ def sample(tensor: Tensor, shard: Shard) -> NDArray[np.float32]:
 
 def sample_stored(stored: Form, shard: Shard) -> NDArray[np.float32]:
     """Return ``sample`` of the values of a local tensor."""
-    return _array(stored.values_at(_held(shard)))
+    return _array(stored.values_at(held(shard)))
 
 
 def _array(values: Tensor) -> NDArray[np.float32]:
@@ -50,12 +50,12 @@ def _indices(size: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _held_on(shard: Shard, device: torch.device) -> Tensor:
-    """Return ``_held`` in the memory of a device. Sending it there takes longer than the sample takes back."""
-    return _held(shard).to(device)
+    """Return ``held`` in the memory of a device. Sending it there takes longer than the sample takes back."""
+    return held(shard).to(device)
 
 
 @lru_cache(maxsize=16)
-def _held(shard: Shard) -> Tensor:
+def held(shard: Shard) -> Tensor:
     """Return the elements of the sample that the rank holds, as indices of the flat local tensor."""
     size = shard.shape.numel()
     if size <= SAMPLE_SIZE:

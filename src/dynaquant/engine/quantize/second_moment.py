@@ -17,18 +17,21 @@ from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.quantize.log_grid import (
     NO_OUTLIERS,
     Extremes,
-    exponents,
     extremes_of,
+    positions,
     quantize_to_log_grid,
     round_to_log_grid,
+    threshold_for,
 )
-from dynaquant.engine.quantize.moment_sample import sample, sample_stored
+from dynaquant.engine.quantize.moment_sample import held, sample, sample_stored
 from dynaquant.engine.reduction import Numbers, Reduction, total
 from dynaquant.engine.tensors.codebook import LogGrid
 from dynaquant.engine.tensors.shard import Shard
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
+FACTOR_CLASSES = 256
+"""Classes of rows or columns between two such values."""
 SECOND_PACES = (8, 4, 2)
 """Rungs between the values of a second moment, coarsest first: 2, 1 and 1/2 octaves."""
 
@@ -44,27 +47,30 @@ def quantize_second_moment(
     """
     shard = shard or Shard.whole(second.shape)
     values = sample(second, shard)
-    factors = yield from quantize_rank_one(second, shard)
+    factors = yield from quantize_rank_one(second, values, shard)
     if factors is not None:
         change = _native.root_changes(values, sample_stored(factors, shard))
         if (yield from _is_good(change, tolerance)):
             return factors
     extremes: Extremes | None = None
     for pace in SECOND_PACES:
-        change = _native.root_changes(values, round_to_log_grid(values, pace, second.dtype))
+        threshold = yield from threshold_for(values, pace)
+        change = _native.root_changes(values, round_to_log_grid(values, pace, second.dtype, threshold))
         if (yield from _is_good(change, tolerance)):
             extremes = extremes or (yield from _whole_extremes(second))
-            if (stored := quantize_to_log_grid(second, pace, extremes)) is not None:
+            if (stored := quantize_to_log_grid(second, pace, extremes, threshold)) is not None:
                 return stored
     return None
 
 
-def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[RankOne | None]:
-    """Return a second moment as row mean × column mean / mean.
+def quantize_rank_one(
+    tensor: Tensor, values: NDArray[np.float32], shard: Shard | None = None
+) -> Reduction[RankOne | None]:
+    """Return a second moment as row mean × column mean / mean. Updates by it are as long as before on average.
 
-    Returns None if the tensor has fewer than two dimensions, is all zero, or does not fit the levels. shard: as for
-    ``quantize_second_moment``. The means are those of the whole tensor. The form has those of the local rows and
-    columns.
+    Returns None if the tensor has fewer than two dimensions, is all zero, or does not fit the levels. values: a sample
+    of the tensor. shard: as for ``quantize_second_moment``. The means are those of the whole tensor. The form has those
+    of the local rows and columns.
     """
     if tensor.ndim < 2:
         return None
@@ -74,12 +80,32 @@ def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[R
     sums = yield from total(*_row_and_column_sums(tensor, local_rows, local_columns))
     if not len(sums) or not shard.shape.numel():
         return None
-    rows, columns = np.empty(height, dtype=np.uint8), np.empty(len(sums) - height, dtype=np.uint8)
-    bins = _native.rank_one(sums[:height], sums[height:], exponents(FACTOR_PACE), rows, columns)
-    if bins is None:
+    levels = np.empty(height, dtype=np.uint8), np.empty(len(sums) - height, dtype=np.uint8)
+    longer = 0 if len(levels[0]) >= len(levels[1]) else 1
+    classes = np.empty_like(levels[longer])
+    found = _native.rank_one(sums[:height], sums[height:], positions(), *levels, classes)
+    if found is None:
         return None
-    of_rows, of_columns = (factor(*each) for each in zip(bins, (rows, columns), strict=True))
-    return RankOne(tensor.dtype, tensor.shape, _local(of_rows, local_rows), _local(of_columns, local_columns))
+    bins, axes = list(found), (local_rows, local_columns)
+
+    def stored() -> RankOne:
+        rows, columns = (_local(factor(b, each), axis) for b, each, axis in zip(bins, levels, axes, strict=True))
+        return RankOne(tensor.dtype, tensor.shape, rows, columns)
+
+    def sums_by_class() -> tuple[list[float], int]:
+        width = max(math.prod(tensor.shape[1:]), 1)
+        index = held(shard).numpy() // width if longer == 0 else held(shard).numpy() % width
+        of_sample = _local_levels(classes, axes[longer])[index]
+        return _native.root_sums(values, sample_stored(stored(), shard), of_sample, FACTOR_CLASSES)
+
+    # The longer factor is rounded down so far. As many of its values go up as keep the length of updates.
+    *of_whole, count_of_whole = (yield from total(*sums_by_class())).tolist()
+    threshold = _native.balanced_threshold(np.array(of_whole), count_of_whole, FACTOR_PACE)
+    raised = _native.round_up(levels[longer], bins[longer], classes, threshold)
+    if raised is None:
+        return None
+    bins[longer] = raised
+    return stored()
 
 
 def factor(bins: tuple[int, int], levels: NDArray[np.uint8]) -> QuantizedTensor:
@@ -120,6 +146,10 @@ def _local(factor: QuantizedTensor, axis: Shard) -> QuantizedTensor:
     """Return the rows or columns that the rank holds."""
     if axis.is_whole:
         return factor
-    parts = [factor.levels[first : first + length] for _, first, length in axis.runs]
-    levels = np.concatenate(parts) if parts else factor.levels[:0]
+    levels = _local_levels(factor.levels, axis)
     return replace(factor, shape=torch.Size([len(levels)]), levels=levels)
+
+
+def _local_levels(levels: NDArray[np.uint8], axis: Shard) -> NDArray[np.uint8]:
+    parts = [levels[first : first + length] for _, first, length in axis.runs]
+    return np.concatenate(parts) if parts else levels[:0]

@@ -21,9 +21,9 @@ from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.kernels.host import plain_values
 from dynaquant.engine.quantize.first_moment import EPSILON, inverses, rungs, units_of_levels
-from dynaquant.engine.quantize.log_grid import NO_OUTLIERS, exponents, rounded
+from dynaquant.engine.quantize.log_grid import NO_OUTLIERS, positions
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
-from dynaquant.engine.quantize.second_moment import FACTOR_PACE, SECOND_PACES, factor
+from dynaquant.engine.quantize.second_moment import SECOND_PACES, factor
 from dynaquant.engine.tensors.codebook import LogGrid
 
 
@@ -78,5 +78,4 @@ def quantize_small_first_moment(
 
 @cache
 def _native_moments() -> _native.SmallMoments:
-    grids = [(pace, exponents(pace), rounded(pace, torch.float32)) for pace in SECOND_PACES]
-    return _native.SmallMoments(exponents(FACTOR_PACE), grids, EPSILON, rungs(0), inverses(0))
+    return _native.SmallMoments(positions(), list(SECOND_PACES), EPSILON, rungs(0), inverses(0))
