@@ -221,9 +221,9 @@ using Bins = std::pair<int, int>;
 Bins pair_of(dynaquant::LogBins bins) { return {bins.first, bins.bins}; }
 
 std::optional<Bins> log_bins(float smallest, float largest, const Table<const std::int16_t>& positions, int pace,
-                             int threshold) {
-    if (pace < 1) throw std::invalid_argument("the pace is less than 1");
-    const auto found = dynaquant::log_bins(smallest, largest, {view(positions), pace, threshold});
+                             int threshold, int turns) {
+    if (pace < 1 || turns < 1) throw std::invalid_argument("the pace or the number of turns is less than 1");
+    const auto found = dynaquant::log_bins(smallest, largest, {view(positions), pace, threshold, turns});
     if (!found) return std::nullopt;
     return pair_of(*found);
 }
@@ -232,7 +232,7 @@ std::optional<std::pair<Bins, Bins>> rank_one(const Array<const double>& row_sum
                                               const Array<const double>& column_sums,
                                               const Table<const std::int16_t>& positions,
                                               const Array<std::uint8_t>& rows, const Array<std::uint8_t>& columns,
-                                              const Array<std::uint8_t>& classes) {
+                                              const Array<std::uint16_t>& classes) {
     check_same_size(row_sums.size(), rows.size());
     check_same_size(column_sums.size(), columns.size());
     check_same_size(classes.size(), std::max(rows.size(), columns.size()));
@@ -243,7 +243,7 @@ std::optional<std::pair<Bins, Bins>> rank_one(const Array<const double>& row_sum
     return std::pair{pair_of(found->rows), pair_of(found->columns)};
 }
 
-std::optional<Bins> round_up(const Array<std::uint8_t>& levels, Bins bins, const Array<const std::uint8_t>& classes,
+std::optional<Bins> round_up(const Array<std::uint8_t>& levels, Bins bins, const Array<const std::uint16_t>& classes,
                              int threshold) {
     check_same_size(levels.size(), classes.size());
     const auto found = dynaquant::round_up(view(levels), {bins.first, bins.second}, view(classes), threshold);
@@ -252,20 +252,19 @@ std::optional<Bins> round_up(const Array<std::uint8_t>& levels, Bins bins, const
 }
 
 std::pair<std::vector<double>, std::size_t> root_sums(const Array<const float>& values, const Array<const float>& down,
-                                                      const Array<const std::uint8_t>& classes, std::size_t count) {
+                                                      const Array<const std::uint16_t>& classes, std::size_t count) {
     check_same_size(values.size(), down.size());
     check_same_size(values.size(), classes.size());
-    if (count < 256) {
-        const auto all = view(classes);
-        if (std::any_of(all.begin(), all.end(), [&](std::uint8_t one) { return one >= count; }))
-            throw std::invalid_argument("a class is too large");
-    }
+    const auto all = view(classes);
+    if (std::any_of(all.begin(), all.end(), [&](std::uint16_t one) { return one >= count; }))
+        throw std::invalid_argument("a class is too large");
     auto found = dynaquant::root_sums(view(values), view(down), view(classes), count);
     return {std::move(found.sums), found.count};
 }
 
-int balanced_threshold(const Array<const double>& sums, double count, int pace) {
-    return dynaquant::balanced_threshold(view(sums), count, pace);
+int balanced_threshold(const Array<const double>& sums, double count, int pace, int turns) {
+    if (turns < 1) throw std::invalid_argument("there are no turns");
+    return dynaquant::balanced_threshold(view(sums), count, pace, turns);
 }
 
 // The tables that moments of small tensors are quantized with. It keeps the arrays.
@@ -546,9 +545,10 @@ NB_MODULE(_native, m) {
           "rungs"_a.noconvert(), "inverses"_a.noconvert(), "tolerance"_a,
           "Returns what coarsest does with the sums of update_fits, but computes no more of them than necessary.");
     m.def("log_bins", &log_bins, "smallest"_a, "largest"_a, "positions"_a.noconvert(), "pace"_a, "threshold"_a,
+          "turns"_a,
           "Returns the first exponent and the number of the bins that hold all values between these two; None if that\n"
-          "takes too many levels. smallest: of the values that are not zero. positions: as for rank_one. threshold:\n"
-          "as of balanced_threshold.");
+          "takes too many levels. smallest: of the values that are not zero. positions: as for rank_one. threshold,\n"
+          "turns: as of balanced_threshold.");
     m.def("rank_one", &rank_one, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(), "positions"_a.noconvert(),
           "rows"_a.noconvert(), "columns"_a.noconvert(), "classes"_a.noconvert(),
           "Fills the levels of factors whose outer product has these sums. The longer one (of equal ones, the rows) is\n"
@@ -560,9 +560,9 @@ NB_MODULE(_native, m) {
     m.def("root_sums", &root_sums, "values"_a.noconvert(), "down"_a.noconvert(), "classes"_a.noconvert(), "count"_a,
           "Returns the sum of sqrt(value / down) of each class, and how many values are above zero. ValueError: a class\n"
           "is not less than count.");
-    m.def("balanced_threshold", &balanced_threshold, "sums"_a.noconvert(), "count"_a, "pace"_a,
+    m.def("balanced_threshold", &balanced_threshold, "sums"_a.noconvert(), "count"_a, "pace"_a, "turns"_a,
           "Returns the threshold of rounding at which updates are as long as before on average. sums, count: of\n"
-          "root_sums, with classes from just above a power to just below the next one.");
+          "root_sums, with classes from just above a power to just below the next one; turns: classes of a position.");
     nb::class_<SmallMoments>(m, "SmallMoments", "Quantizes moments of small tensors, each in one call.")
         .def(nb::init<Table<const std::int16_t>, std::vector<int>, double, const Array<const std::int32_t>&,
                       const Array<const float>&>(),

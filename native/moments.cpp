@@ -105,34 +105,26 @@ int floor_division(int dividend, int divisor) {
     return dividend / divisor - (dividend % divisor < 0);
 }
 
-// Whose turn it is among factors at the same position: all numbers below `turns` are as frequent, also in short stretches.
-// A factor that has gone up or down gets another turn, so that the same ones do not go again and again.
-constexpr int turns = factor_classes / positions_per_rung;
-int turn_of(std::size_t index, int exponent) {
-    constexpr std::uint32_t golden = 2654435769u;  // 2^32 by the golden ratio
-    const std::uint32_t mixed = static_cast<std::uint32_t>(index) * golden - static_cast<std::uint32_t>(exponent) * golden;
-    return static_cast<int>((mixed >> 16) * turns >> 16);
-}
-
 // classes: empty, or set for each value.
 std::optional<LogBins> factor(std::span<const double> sums, double length, double root, const Rounding& rounding,
-                              std::span<std::uint8_t> levels, std::span<std::uint8_t> classes) {
+                              std::span<std::uint8_t> levels, std::span<std::uint16_t> classes) {
     std::vector<float> values(sums.size());
     std::transform(sums.begin(), sums.end(), values.begin(),
                    [&](double sum) { return static_cast<float>(sum / length / root); });
     const auto bins = log_bins(smallest_from(values, smallest_power), extremes(values).highest, rounding);
     if (!bins) return bins;
-    log_levels(values, *bins, rounding, levels);
+    log_levels(values, 1, *bins, rounding, levels);
     for (std::size_t i = 0; i < classes.size(); ++i) {
         const std::size_t bucket = bucket_of(values[i]);
-        classes[i] = static_cast<std::uint8_t>(rounding.class_of(bucket) * turns + turn_of(i, rounding.exponent(bucket)));
+        classes[i] = rounding.class_of(bucket, rounding.turn_of(bucket, i, values.size()));
     }
     return bins;
 }
 
 // Returns the threshold at which Σ sqrt(v / rounded) is as near to `wanted` as it gets. up: what rounding up makes of the
-// root of a quotient.
-int threshold_between(std::span<const double> sums, double up, double wanted) {
+// root of a quotient. turns: as for balanced_threshold.
+int threshold_between(std::span<const double> sums, double up, double wanted, int turns) {
+    constexpr double near_enough = 0.002;
     const int classes = static_cast<int>(sums.size()), middle = classes / 2;
     double below = 0.0, above = 0.0;
     for (const double sum : sums) above += sum;
@@ -142,12 +134,17 @@ int threshold_between(std::span<const double> sums, double up, double wanted) {
         above -= sum;
         distances.push_back(std::abs(below + up * above - wanted));
     }
-    int best = middle;
-    for (int away = 1; away <= classes - middle; ++away)
-        for (const int threshold : {middle - away, middle + away})
-            if (threshold >= 0 && distances[static_cast<std::size_t>(threshold)] < distances[static_cast<std::size_t>(best)])
-                best = threshold;
-    return best;
+    const auto best_of_every = [&](int step) {
+        int best = middle / step * step;
+        for (int away = 0; away <= classes; ++away)
+            for (const int threshold : {middle - away, middle + away})
+                if (threshold >= 0 && threshold <= classes && threshold % step == 0 &&
+                    distances[static_cast<std::size_t>(threshold)] < distances[static_cast<std::size_t>(best)])
+                    best = threshold;
+        return best;
+    };
+    const int whole = best_of_every(turns);
+    return distances[static_cast<std::size_t>(whole)] <= near_enough * wanted ? whole : best_of_every(1);
 }
 
 }  // namespace
@@ -196,31 +193,44 @@ std::optional<MomentGrid> coarsest_update(const WeighedUnits& weighed, std::span
     return std::nullopt;
 }
 
-int Rounding::exponent(std::size_t bucket) const {
+int Rounding::exponent(std::size_t bucket, int turn) const {
     const int lowest = -floor_division(-lowest_rung, pace), highest = floor_division(highest_rung, pace);
-    return std::clamp(floor_division(positions[bucket] + classes() - threshold, classes()), lowest, highest);
+    const int above = positions[bucket] * turns + turn - threshold;
+    return std::clamp(floor_division(above, classes()) + 1, lowest, highest);
 }
 
-std::uint8_t Rounding::class_of(std::size_t bucket) const {
-    return static_cast<std::uint8_t>(positions[bucket] - floor_division(positions[bucket], classes()) * classes());
+int Rounding::turn_of(std::size_t bucket, std::size_t row, std::size_t rows) const {
+    // A value that has gone up or down gets another turn, so that the same ones do not go again and again.
+    const int down = floor_division(positions[bucket], pace * positions_per_rung), away = (turns * 5 / 8) | 1;
+    return (static_cast<int>(row * static_cast<std::size_t>(turns) / rows) - away * down) & (turns - 1);
+}
+
+std::uint16_t Rounding::class_of(std::size_t bucket, int turn) const {
+    const int position = positions[bucket], whole = pace * positions_per_rung;
+    return static_cast<std::uint16_t>((position - floor_division(position, whole) * whole) * turns + turn);
 }
 
 std::optional<LogBins> log_bins(float smallest, float largest, const Rounding& rounding) {
     if (!(largest >= smallest_power)) return LogBins{};
-    const int first = rounding.exponent(bucket_of(smallest)), last = rounding.exponent(bucket_of(largest));
+    const int first = rounding.exponent(bucket_of(smallest), 0);
+    const int last = rounding.exponent(bucket_of(largest), rounding.turns - 1);
     if (last - first + 1 > max_bins) return std::nullopt;
     return LogBins{first, last - first + 1};
 }
 
-void log_levels(std::span<const float> values, LogBins bins, const Rounding& rounding, std::span<std::uint8_t> levels) {
-    std::transform(values.begin(), values.end(), levels.begin(), [&](float value) {
-        const std::size_t bucket = bucket_of(value);
-        return (bucket & 0x7FFF) == 0 ? level_pruned
-                                      : static_cast<std::uint8_t>(rounding.exponent(bucket) - bins.first + first_bin);
-    });
+void log_levels(std::span<const float> values, std::size_t width, LogBins bins, const Rounding& rounding,
+                std::span<std::uint8_t> levels) {
+    const bool in_turns = rounding.threshold % rounding.turns != 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        const std::size_t bucket = bucket_of(values[i]);
+        const int turn = in_turns ? rounding.turn_of(bucket, i / width, values.size() / width) : 0;
+        levels[i] = (bucket & 0x7FFF) == 0
+                        ? level_pruned
+                        : static_cast<std::uint8_t>(rounding.exponent(bucket, turn) - bins.first + first_bin);
+    }
 }
 
-std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, std::span<const std::uint8_t> classes,
+std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, std::span<const std::uint16_t> classes,
                                 int threshold) {
     int lowest = 256, highest = -256;
     const auto bin_of = [&](std::size_t i) { return levels[i] - first_bin + 1 + floor_division(classes[i] - threshold, factor_classes); };
@@ -236,7 +246,7 @@ std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, st
     return LogBins{bins.first + lowest, highest - lowest + 1};
 }
 
-RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint8_t> classes,
+RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint16_t> classes,
                    std::size_t class_count) {
     RootSums found{std::vector<double>(class_count), 0};
     for (std::size_t i = 0; i < values.size(); ++i) {
@@ -247,29 +257,29 @@ RootSums root_sums(std::span<const float> values, std::span<const float> down, s
     return found;
 }
 
-int balanced_threshold(std::span<const double> sums, double count, int pace) {
+int balanced_threshold(std::span<const double> sums, double count, int pace, int turns) {
     double up = 1.0;  // what rounding up makes of sqrt(v / down)
     for (int i = 0; i < pace; ++i) up *= std::sqrt(std::sqrt(std::sqrt(0.5)));
     double all = 0.0;
     for (const double sum : sums) all += sum;
     if (!(all > 0.0 && std::isfinite(all)) || count == 0.0) return static_cast<int>(sums.size()) / 2;
     // Rows cannot make up for what was rounded in columns unless all of them move.
-    if (all < count) return threshold_between(sums, up, count * up) + static_cast<int>(sums.size());
-    if (all * up > count) return threshold_between(sums, up, count / up) - static_cast<int>(sums.size());
-    return threshold_between(sums, up, count);
+    if (all < count) return threshold_between(sums, up, count * up, turns) + static_cast<int>(sums.size());
+    if (all * up > count) return threshold_between(sums, up, count / up, turns) - static_cast<int>(sums.size());
+    return threshold_between(sums, up, count, turns);
 }
 
 std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<const double> column_sums,
                                     Positions positions, std::span<std::uint8_t> rows, std::span<std::uint8_t> columns,
-                                    std::span<std::uint8_t> classes) {
+                                    std::span<std::uint16_t> classes) {
     const double height = static_cast<double>(row_sums.size()), width = static_cast<double>(column_sums.size());
     double total = 0.0;
     for (const double sum : row_sums) total += sum / width;
     const double root = std::sqrt(total / height);
     if (!(root > 0.0 && root < std::numeric_limits<double>::infinity())) return std::nullopt;
-    const Rounding nearest = Rounding::nearest(positions, 1), down = Rounding::down(positions, 1);
+    const Rounding nearest = Rounding::nearest(positions, 1), down = Rounding::down(positions, 1, factor_turns);
     const bool by_rows = rows.size() >= columns.size();
-    const auto of_rows = by_rows ? classes : std::span<std::uint8_t>{}, of_columns = by_rows ? std::span<std::uint8_t>{} : classes;
+    const std::span<std::uint16_t> none, of_rows = by_rows ? classes : none, of_columns = by_rows ? none : classes;
     const auto row_bins = factor(row_sums, width, root, by_rows ? down : nearest, rows, of_rows);
     const auto column_bins = factor(column_sums, height, root, by_rows ? nearest : down, columns, of_columns);
     if (!row_bins || !column_bins) return std::nullopt;

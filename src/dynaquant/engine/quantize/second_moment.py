@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ from dynaquant.engine.tensors.shard import Shard
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
-FACTOR_CLASSES = 256
-"""Classes of rows or columns between two such values."""
+FACTOR_TURNS, FACTOR_CLASSES = 16, 256
+"""Turns of rows or columns, and their classes between two such values (``log_grid.Threshold``)."""
 SECOND_PACES = (8, 4, 2)
 """Rungs between the values of a second moment, coarsest first: 2, 1 and 1/2 octaves."""
 
@@ -54,11 +55,11 @@ def quantize_second_moment(
             return factors
     extremes: Extremes | None = None
     for pace in SECOND_PACES:
-        threshold = yield from threshold_for(values, pace)
-        change = _native.root_changes(values, round_to_log_grid(values, pace, second.dtype, threshold))
+        threshold = yield from threshold_for(values, pace, shard)
+        change = _native.root_changes(values, round_to_log_grid(values, pace, second.dtype, threshold, shard))
         if (yield from _is_good(change, tolerance)):
             extremes = extremes or (yield from _whole_extremes(second))
-            if (stored := quantize_to_log_grid(second, pace, extremes, threshold)) is not None:
+            if (stored := quantize_to_log_grid(second, pace, extremes, threshold, shard)) is not None:
                 return stored
     return None
 
@@ -82,7 +83,7 @@ def quantize_rank_one(
         return None
     levels = np.empty(height, dtype=np.uint8), np.empty(len(sums) - height, dtype=np.uint8)
     longer = 0 if len(levels[0]) >= len(levels[1]) else 1
-    classes = np.empty_like(levels[longer])
+    classes = np.empty(len(levels[longer]), dtype=np.uint16)
     found = _native.rank_one(sums[:height], sums[height:], positions(), *levels, classes)
     if found is None:
         return None
@@ -100,7 +101,7 @@ def quantize_rank_one(
 
     # The longer factor is rounded down so far. As many of its values go up as keep the length of updates.
     *of_whole, count_of_whole = (yield from total(*sums_by_class())).tolist()
-    threshold = _native.balanced_threshold(np.array(of_whole), count_of_whole, FACTOR_PACE)
+    threshold = _native.balanced_threshold(np.array(of_whole), count_of_whole, FACTOR_PACE, FACTOR_TURNS)
     raised = _native.round_up(levels[longer], bins[longer], classes, threshold)
     if raised is None:
         return None
@@ -150,6 +151,6 @@ def _local(factor: QuantizedTensor, axis: Shard) -> QuantizedTensor:
     return replace(factor, shape=torch.Size([len(levels)]), levels=levels)
 
 
-def _local_levels(levels: NDArray[np.uint8], axis: Shard) -> NDArray[np.uint8]:
+def _local_levels(levels: NDArray[Any], axis: Shard) -> NDArray[Any]:
     parts = [levels[first : first + length] for _, first, length in axis.runs]
     return np.concatenate(parts) if parts else levels[:0]
