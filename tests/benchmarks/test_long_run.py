@@ -17,5 +17,5 @@ def test_saves_restores_and_listings_are_timed(tmp_path):
     assert run.steps() == list(range(1, count + 1))
     assert damage(run, count) is None
     calls = long_run.other_calls(folder, 2)
-    assert len(calls) == 6
+    assert len(calls) == 7
     assert (folder / NAME).exists()

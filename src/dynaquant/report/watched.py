@@ -8,7 +8,7 @@ from typing import Any
 
 from dynaquant.errors import CheckpointError
 from dynaquant.saving.record import Record, record_of
-from dynaquant.store.container import FileVersion, file_version
+from dynaquant.store.files import FileVersion, file_version
 from dynaquant.store.pointers import run_at
 from dynaquant.store.tags import tags_of
 

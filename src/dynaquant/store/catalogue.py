@@ -19,7 +19,7 @@ from typing import Any
 
 from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
-from dynaquant.store.container import DISPLACED, CheckpointFile, Parent, Summary, address_of, is_step
+from dynaquant.store.container import DISPLACED, CheckpointFile, Parent, Summary, is_step, stored_header
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
 
@@ -137,7 +137,7 @@ class Catalogue:
         if line.modified == status.st_mtime_ns:
             return line
         with suppress(CheckpointError, OSError):  # whoever opens it says what is wrong
-            if address_of(path) == line.address:
+            if _address_of(path) == line.address:
                 lines[path.name] = line = replace(line, modified=status.st_mtime_ns)
                 self._changed = True
                 return line
@@ -191,6 +191,15 @@ class Catalogue:
                             self._lines[found[0]] = found[1]
                             self._written += 1
         return self._lines
+
+
+def _address_of(path: Path) -> str:
+    """Return the address of a checkpoint file (``CheckpointFile.address``), without parsing its header.
+
+    Raises CheckpointError if it is no checkpoint file or its header is damaged, OSError if it cannot be read.
+    """
+    with open_file(path) as file:
+        return stored_header(file, os.fstat(file.fileno()).st_size)[2]
 
 
 def _to_json(value: Any) -> bytes:

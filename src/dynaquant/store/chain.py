@@ -16,8 +16,9 @@ from typing import TypeVar
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.garbage import collection_paused
 from dynaquant.store import frozen_files
-from dynaquant.store.container import CheckpointFile, Parent, is_missing, open_if_exists
+from dynaquant.store.container import CheckpointFile, Parent, open_if_exists
 from dynaquant.store.entry import Entry
+from dynaquant.store.files import is_missing
 from dynaquant.store.layout import FOLDER, part_name
 
 _MOST_OPEN = 64

@@ -24,8 +24,8 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files
 from dynaquant.store.chain import open_part
-from dynaquant.store.container import CheckpointFile, Header, Parent, file_version
-from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
+from dynaquant.store.container import CheckpointFile, Header, Parent
+from dynaquant.store.files import add_disk_full_note, file_version, make_folder, sync, sync_parent
 from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import Plan

@@ -25,7 +25,7 @@ from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.content import InMemory, OnDisk, read_at
 from dynaquant.store.entry import Entry
 from dynaquant.store.features import check_features, required_features, why_unreadable
-from dynaquant.store.files import is_reference, open_file
+from dynaquant.store.files import FileVersion, file_version, is_missing, is_reference, open_file
 from dynaquant.store.layout import Layout, PartFile, check_layouts, parts_from_json, parts_to_json
 
 FORMAT_VERSION = 1
@@ -187,7 +187,7 @@ def checksum_of(preamble: bytes, stored_header: bytes) -> bytes:
     return blake3(preamble + stored_header).digest(length=16)
 
 
-def _stored_header(file: BinaryIO, size: int) -> tuple[bytes, int, str]:
+def stored_header(file: BinaryIO, size: int) -> tuple[bytes, int, str]:
     """Return the header of a file as it is stored, its size when it is decompressed, and the file's address.
 
     size: of the file. Raises CheckpointError if it is no checkpoint file, or its header has another checksum.
@@ -212,28 +212,6 @@ def _stored_header(file: BinaryIO, size: int) -> tuple[bytes, int, str]:
     if checksum_of(start, stored) != checksum:
         raise CheckpointError("altered: its header does not have the checksum that was written with it")
     return stored, plain_size, checksum.hex()
-
-
-def address_of(path: Path) -> str:
-    """Return the address of a checkpoint file (``CheckpointFile.address``), without parsing its header.
-
-    Raises CheckpointError if it is no checkpoint file or its header is damaged, OSError if it cannot be read.
-    """
-    with open_file(path) as file:
-        return _stored_header(file, os.fstat(file.fileno()).st_size)[2]
-
-
-FileVersion = tuple[int, int, int, int]
-
-
-def file_version(status: os.stat_result) -> FileVersion:
-    """Return a value that changes if the file at a path is replaced or modified."""
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def is_missing(error: BaseException) -> bool:
-    """Whether an error means that there is no file of that name."""
-    return isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
 
 
 class CheckpointFile:
@@ -288,7 +266,7 @@ class CheckpointFile:
             raise CheckpointError(f"{self.path}: its header needs more memory than there is") from error
 
     def _read_header(self, file: BinaryIO) -> tuple[bytes, int]:
-        stored, plain_size, self.address = _stored_header(file, self.size)
+        stored, plain_size, self.address = stored_header(file, self.size)
         stored_size, streams_end = len(stored), self.size - _TRAILER.size - len(stored)
         if plain_size == stored_size:
             return stored, streams_end

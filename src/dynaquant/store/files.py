@@ -180,3 +180,16 @@ def is_reference(text: Any) -> bool:
 def is_file_name(text: Any) -> bool:
     """Whether a value read from a file is a plain file name, which cannot lead out of the folder it is used in."""
     return isinstance(text, str) and text not in ("", "..") and Path(text).name == text and text.isprintable()
+
+
+FileVersion = tuple[int, int, int, int]
+
+
+def file_version(status: os.stat_result) -> FileVersion:
+    """Return a value that changes if the file at a path is replaced or modified."""
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether an error means that there is no file of that name."""
+    return isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)

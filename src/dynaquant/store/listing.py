@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from dynaquant.errors import CheckpointError
 from dynaquant.store.chain import ATTEMPTS
-from dynaquant.store.container import is_missing
+from dynaquant.store.files import is_missing
 
 SUFFIX = ".dqc"
 STEP = "step-"

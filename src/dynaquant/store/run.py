@@ -17,14 +17,12 @@ from dynaquant.store.catalogue import Catalogue, Line, Listed
 from dynaquant.store.chain import chain_of, name_step_in_errors, parent_of
 from dynaquant.store.container import (
     CheckpointFile,
-    FileVersion,
     Parent,
     Summary,
-    file_version,
     is_step,
     open_if_exists,
 )
-from dynaquant.store.files import non_file_kind, user_path
+from dynaquant.store.files import FileVersion, file_version, non_file_kind, user_path
 from dynaquant.store.listing import REPLACED, STEP, SUFFIX, read_each
 
 if TYPE_CHECKING:
