@@ -262,9 +262,13 @@ std::pair<std::vector<double>, std::size_t> root_sums(const Array<const float>& 
     return {std::move(found.sums), found.count};
 }
 
-int balanced_threshold(const Array<const double>& sums, double count, int pace, int turns) {
-    if (turns < 1) throw std::invalid_argument("there are no turns");
-    return dynaquant::balanced_threshold(view(sums), count, pace, turns);
+std::tuple<int, std::optional<int>, double> balance(const Array<const double>& sums, double count, int pace) {
+    const auto found = dynaquant::balance(view(sums), count, pace);
+    return {found.threshold, found.split, found.rest};
+}
+
+int first_turn(const Array<const double>& sums, double rest, int pace) {
+    return dynaquant::first_turn(view(sums), rest, pace);
 }
 
 // The tables that moments of small tensors are quantized with. It keeps the arrays.
@@ -548,7 +552,7 @@ NB_MODULE(_native, m) {
           "turns"_a,
           "Returns the first exponent and the number of the bins that hold all values between these two; None if that\n"
           "takes too many levels. smallest: of the values that are not zero. positions: as for rank_one. threshold,\n"
-          "turns: as of balanced_threshold.");
+          "turns: log_grid.Threshold.");
     m.def("rank_one", &rank_one, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(), "positions"_a.noconvert(),
           "rows"_a.noconvert(), "columns"_a.noconvert(), "classes"_a.noconvert(),
           "Fills the levels of factors whose outer product has these sums. The longer one (of equal ones, the rows) is\n"
@@ -560,9 +564,12 @@ NB_MODULE(_native, m) {
     m.def("root_sums", &root_sums, "values"_a.noconvert(), "down"_a.noconvert(), "classes"_a.noconvert(), "count"_a,
           "Returns the sum of sqrt(value / down) of each class, and how many values are above zero. ValueError: a class\n"
           "is not less than count.");
-    m.def("balanced_threshold", &balanced_threshold, "sums"_a.noconvert(), "count"_a, "pace"_a, "turns"_a,
-          "Returns the threshold of rounding at which updates are as long as before on average. sums, count: of\n"
-          "root_sums, with classes from just above a power to just below the next one; turns: classes of a position.");
+    m.def("balance", &balance, "sums"_a.noconvert(), "count"_a, "pace"_a,
+          "Returns the threshold of rounding, in positions, at which updates are as long as before on average; the\n"
+          "position whose values go up by turns, or None; and the sum of sqrt(value / rounded) that these need. sums,\n"
+          "count: of root_sums, by position.");
+    m.def("first_turn", &first_turn, "sums"_a.noconvert(), "rest"_a, "pace"_a,
+          "Returns the turn from which on values at the split position go up. sums: of root_sums, by turn.");
     nb::class_<SmallMoments>(m, "SmallMoments", "Quantizes moments of small tensors, each in one call.")
         .def(nb::init<Table<const std::int16_t>, std::vector<int>, double, const Array<const std::int32_t>&,
                       const Array<const float>&>(),

@@ -116,35 +116,42 @@ std::optional<LogBins> factor(std::span<const double> sums, double length, doubl
     log_levels(values, 1, *bins, rounding, levels);
     for (std::size_t i = 0; i < classes.size(); ++i) {
         const std::size_t bucket = bucket_of(values[i]);
-        classes[i] = rounding.class_of(bucket, rounding.turn_of(bucket, i, values.size()));
+        classes[i] = static_cast<std::uint16_t>(rounding.position_of(bucket) * rounding.turns +
+                                                rounding.turn_of(bucket, i, values.size()));
     }
     return bins;
 }
 
-// Returns the threshold at which Σ sqrt(v / rounded) is as near to `wanted` as it gets. up: what rounding up makes of the
-// root of a quotient. turns: as for balanced_threshold.
-int threshold_between(std::span<const double> sums, double up, double wanted, int turns) {
-    constexpr double near_enough = 0.002;
-    const int classes = static_cast<int>(sums.size()), middle = classes / 2;
+// What rounding up makes of sqrt(v / down).
+double up_by(int pace) {
+    double up = 1.0;
+    for (int i = 0; i < pace; ++i) up *= std::sqrt(std::sqrt(std::sqrt(0.5)));
+    return up;
+}
+
+// Σ sqrt(v / rounded) by threshold, from 0 to the number of sums. It never falls.
+std::vector<double> by_threshold(std::span<const double> sums, double up) {
     double below = 0.0, above = 0.0;
     for (const double sum : sums) above += sum;
-    std::vector<double> distances{std::abs(up * above - wanted)};  // by threshold
+    std::vector<double> found{up * above};
     for (const double sum : sums) {
         below += sum;
         above -= sum;
-        distances.push_back(std::abs(below + up * above - wanted));
+        found.push_back(below + up * above);
     }
-    const auto best_of_every = [&](int step) {
-        int best = middle / step * step;
-        for (int away = 0; away <= classes; ++away)
-            for (const int threshold : {middle - away, middle + away})
-                if (threshold >= 0 && threshold <= classes && threshold % step == 0 &&
-                    distances[static_cast<std::size_t>(threshold)] < distances[static_cast<std::size_t>(best)])
-                    best = threshold;
-        return best;
-    };
-    const int whole = best_of_every(turns);
-    return distances[static_cast<std::size_t>(whole)] <= near_enough * wanted ? whole : best_of_every(1);
+    return found;
+}
+
+// Returns the threshold whose sum is nearest to the wanted one; of equal ones, that nearest to the middle.
+int nearest_threshold(std::span<const double> found, double wanted) {
+    const int middle = static_cast<int>(found.size()) / 2;
+    int best = middle;
+    for (int t = 0; t < static_cast<int>(found.size()); ++t) {
+        const auto distance = [&](int at) { return std::abs(found[static_cast<std::size_t>(at)] - wanted); };
+        if (distance(t) < distance(best) || (distance(t) == distance(best) && std::abs(t - middle) < std::abs(best - middle)))
+            best = t;
+    }
+    return best;
 }
 
 }  // namespace
@@ -205,9 +212,9 @@ int Rounding::turn_of(std::size_t bucket, std::size_t row, std::size_t rows) con
     return (static_cast<int>(row * static_cast<std::size_t>(turns) / rows) - away * down) & (turns - 1);
 }
 
-std::uint16_t Rounding::class_of(std::size_t bucket, int turn) const {
+std::uint16_t Rounding::position_of(std::size_t bucket) const {
     const int position = positions[bucket], whole = pace * positions_per_rung;
-    return static_cast<std::uint16_t>((position - floor_division(position, whole) * whole) * turns + turn);
+    return static_cast<std::uint16_t>(position - floor_division(position, whole) * whole);
 }
 
 std::optional<LogBins> log_bins(float smallest, float largest, const Rounding& rounding) {
@@ -233,7 +240,7 @@ void log_levels(std::span<const float> values, std::size_t width, LogBins bins, 
 std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, std::span<const std::uint16_t> classes,
                                 int threshold) {
     int lowest = 256, highest = -256;
-    const auto bin_of = [&](std::size_t i) { return levels[i] - first_bin + 1 + floor_division(classes[i] - threshold, factor_classes); };
+    const auto bin_of = [&](std::size_t i) { return levels[i] - first_bin + 1 + floor_division(classes[i] - threshold, factor_turns * positions_per_rung); };
     for (std::size_t i = 0; i < levels.size(); ++i) {
         if (levels[i] == level_pruned) continue;
         lowest = std::min(lowest, bin_of(i));
@@ -257,16 +264,35 @@ RootSums root_sums(std::span<const float> values, std::span<const float> down, s
     return found;
 }
 
-int balanced_threshold(std::span<const double> sums, double count, int pace, int turns) {
-    double up = 1.0;  // what rounding up makes of sqrt(v / down)
-    for (int i = 0; i < pace; ++i) up *= std::sqrt(std::sqrt(std::sqrt(0.5)));
+Balance balance(std::span<const double> sums, double count, int pace) {
+    constexpr double near_enough = 0.002;
+    const int positions = static_cast<int>(sums.size());
+    const double up = up_by(pace);
     double all = 0.0;
     for (const double sum : sums) all += sum;
-    if (!(all > 0.0 && std::isfinite(all)) || count == 0.0) return static_cast<int>(sums.size()) / 2;
+    if (!(all > 0.0 && std::isfinite(all)) || count == 0.0) return {positions / 2, {}};
     // Rows cannot make up for what was rounded in columns unless all of them move.
-    if (all < count) return threshold_between(sums, up, count * up, turns) + static_cast<int>(sums.size());
-    if (all * up > count) return threshold_between(sums, up, count / up, turns) - static_cast<int>(sums.size());
-    return threshold_between(sums, up, count, turns);
+    int moved = 0;
+    double wanted = count;
+    if (all < count) {
+        moved = positions;
+        wanted = count * up;
+    } else if (all * up > count) {
+        moved = -positions;
+        wanted = count / up;
+    }
+    const auto found = by_threshold(sums, up);
+    const int best = nearest_threshold(found, wanted);
+    if (std::abs(found[static_cast<std::size_t>(best)] - wanted) <= near_enough * wanted) return {best + moved, {}};
+    const auto beyond = std::upper_bound(found.begin(), found.end(), wanted);
+    if (beyond == found.begin() || beyond == found.end()) return {best + moved, {}};
+    const int split = static_cast<int>(beyond - found.begin()) - 1;
+    const double of_split = sums[static_cast<std::size_t>(split)];
+    return {split + moved, split, wanted - (found[static_cast<std::size_t>(split)] - up * of_split)};
+}
+
+int first_turn(std::span<const double> sums, double rest, int pace) {
+    return nearest_threshold(by_threshold(sums, up_by(pace)), rest);
 }
 
 std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<const double> column_sums,

@@ -80,7 +80,7 @@ struct Rounding {
     int classes() const { return pace * positions_per_rung * turns; }
     int exponent(std::size_t bucket, int turn) const;  // of the power that values of a bucket are rounded to
     int turn_of(std::size_t bucket, std::size_t row, std::size_t rows) const;  // of a value in one of so many rows
-    std::uint16_t class_of(std::size_t bucket, int turn) const;
+    std::uint16_t position_of(std::size_t bucket) const;  // above a power
 };
 
 constexpr float smallest_power = 0x1p-133f;  // the smallest value outside the bucket of zero
@@ -105,7 +105,7 @@ struct RankOneBins {
 };
 
 constexpr int grid_turns = 64;
-constexpr int factor_turns = 16, factor_classes = factor_turns * positions_per_rung;
+constexpr int factor_turns = 16;
 
 // Sets the levels of factors whose outer product has these sums of rows and columns: row mean × column mean / mean.
 // The longer factor (of equal ones, the rows) is rounded down, and its classes are set, as many as it has levels; the
@@ -129,11 +129,21 @@ struct RootSums {
 RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint16_t> classes,
                    std::size_t class_count);
 
-// Returns the threshold at which updates are as long as before on average: the mean of sqrt(v / rounded) is as near to 1 as
-// it gets; of several, the one that is nearest to the middle. If one between two positions is as good within 0.2 %, it does
-// not separate turns. It is negative or larger than the number of classes if all values must go up or down by one power, and
-// some by another one. Rounding to the nearest power would freeze a moment that is restored again and again before it has
-// moved by half a pace. sums: RootSums, by class.
-int balanced_threshold(std::span<const double> sums, double count, int pace, int turns);
+// The threshold at which updates are as long as before on average: the mean of sqrt(v / rounded) is 1. Rounding to the
+// nearest power would freeze a moment that is restored again and again before it has moved by half a pace. threshold: in
+// positions; negative or larger than their number if all values must go up or down by one power, and some by another one. If
+// the mean is not within 0.2 % there, the values at the position `split` go up by turns; Σ sqrt(v / rounded) of these
+// values must be `rest` then.
+struct Balance {
+    int threshold;
+    std::optional<int> split;
+    double rest = 0.0;
+};
+
+// sums: RootSums by position, on powers of 2^(pace/4).
+Balance balance(std::span<const double> sums, double count, int pace);
+
+// Returns the turn from which on the values at the split position go up. sums: RootSums of these values by turn.
+int first_turn(std::span<const double> sums, double rest, int pace);
 
 }  // namespace dynaquant

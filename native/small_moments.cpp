@@ -48,20 +48,34 @@ std::vector<float> product_of(std::span<const std::uint8_t> rows, std::span<cons
     return outer(decoded({rows, 1, bins.rows.first}), decoded({columns, 1, bins.columns.first}));
 }
 
-// classes: room for as many as values.
+// Returns the threshold of balance, in turns. down: values rounded down. position_of, turn_of: by the index of a value.
+template <class PositionOf, class TurnOf>
+int balanced_threshold(std::span<const float> values, std::span<const float> down, int pace, int turns,
+                       const PositionOf& position_of, const TurnOf& turn_of) {
+    std::vector<std::uint16_t> classes(values.size());
+    for (std::size_t i = 0; i < values.size(); ++i) classes[i] = static_cast<std::uint16_t>(position_of(i));
+    const auto sums = root_sums(values, down, classes, static_cast<std::size_t>(pace * positions_per_rung));
+    const Balance found = balance(sums.sums, static_cast<double>(sums.count), pace);
+    if (!found.split) return found.threshold * turns;
+    std::vector<double> of_turns(static_cast<std::size_t>(turns));
+    for (std::size_t i = 0; i < values.size(); ++i)
+        if (values[i] > 0.0f && classes[i] == *found.split)
+            of_turns[static_cast<std::size_t>(turn_of(i))] += std::sqrt(static_cast<double>(values[i] / down[i]));
+    return found.threshold * turns + first_turn(of_turns, found.rest, pace);
+}
+
 std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std::span<const double> row_sums,
                                              std::span<const double> column_sums, Positions positions,
-                                             std::span<std::uint8_t> rows, std::span<std::uint8_t> columns,
-                                             std::span<std::uint16_t> classes) {
+                                             std::span<std::uint8_t> rows, std::span<std::uint8_t> columns) {
     const bool by_rows = rows.size() >= columns.size();
     const auto longer = by_rows ? rows : columns;
     std::vector<std::uint16_t> of_longer(longer.size());
     auto bins = rank_one(row_sums, column_sums, positions, rows, columns, of_longer);
     if (!bins) return bins;
-    for (std::size_t i = 0; i < values.size(); ++i)
-        classes[i] = of_longer[by_rows ? i / columns.size() : i % columns.size()];
-    const auto sums = root_sums(values, product_of(rows, columns, *bins), classes, factor_classes);
-    const int threshold = balanced_threshold(sums.sums, static_cast<double>(sums.count), 1, factor_turns);
+    const auto class_of = [&](std::size_t i) { return of_longer[by_rows ? i / columns.size() : i % columns.size()]; };
+    const int threshold = balanced_threshold(
+        values, product_of(rows, columns, *bins), 1, factor_turns, [&](std::size_t i) { return class_of(i) / factor_turns; },
+        [&](std::size_t i) { return class_of(i) % factor_turns; });
     LogBins& of_bins = by_rows ? bins->rows : bins->columns;
     const auto raised = round_up(longer, of_bins, of_longer, threshold);
     if (!raised) return std::nullopt;
@@ -76,11 +90,10 @@ SecondMomentForm small_second_moment(std::span<const float> values, double toler
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels) {
     const Extremes found = extremes(values);
     if (!(found.lowest >= 0.0f && found.highest < infinity)) return {};
-    std::vector<std::uint16_t> classes(values.size());
     if (!rows.empty()) {
         std::vector<double> row_sums(rows.size()), column_sums(columns.size());
         row_and_column_sums(values, row_sums, column_sums);
-        if (const auto bins = balanced_rank_one(values, row_sums, column_sums, positions, rows, columns, classes))
+        if (const auto bins = balanced_rank_one(values, row_sums, column_sums, positions, rows, columns))
             if (is_good(root_changes(values, product_of(rows, columns, *bins)), tolerance)) return *bins;
     }
     const float smallest = smallest_from(values, smallest_power);
@@ -90,13 +103,10 @@ SecondMomentForm small_second_moment(std::span<const float> values, double toler
         auto bins = log_bins(smallest, found.highest, rounding);
         if (!bins) continue;
         log_levels(values, width, *bins, rounding, levels);
-        for (std::size_t i = 0; i < values.size(); ++i) {
-            const std::size_t bucket = bucket_of(values[i]);
-            classes[i] = rounding.class_of(bucket, rounding.turn_of(bucket, i / width, values.size() / width));
-        }
-        const auto sums = root_sums(values, decoded({levels, pace, bins->first}), classes,
-                                    static_cast<std::size_t>(rounding.classes()));
-        rounding.threshold = balanced_threshold(sums.sums, static_cast<double>(sums.count), pace, grid_turns);
+        rounding.threshold = balanced_threshold(
+            values, decoded({levels, pace, bins->first}), pace, grid_turns,
+            [&](std::size_t i) { return rounding.position_of(bucket_of(values[i])); },
+            [&](std::size_t i) { return rounding.turn_of(bucket_of(values[i]), i / width, values.size() / width); });
         bins = log_bins(smallest, found.highest, rounding);
         if (!bins) continue;
         log_levels(values, width, *bins, rounding, levels);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -115,17 +116,42 @@ def threshold_for(values: NDArray[np.float32], pace: int, shard: Shard) -> Reduc
     values: the rank's part of a sample of a second moment. A moment that is rounded to the nearest power, restored and
     rounded again before it has moved by half a pace, would stay where it is for good.
     """
-    *sums, count = (yield from total(*_sums_by_class(values, pace, shard))).tolist()
-    return Threshold(_native.balanced_threshold(np.array(sums), count, pace, GRID_TURNS), GRID_TURNS)
+    return (yield from balanced(values, pace, GRID_TURNS, lambda: _rounded_down(values, pace, shard)))
 
 
-def _sums_by_class(values: NDArray[np.float32], pace: int, shard: Shard) -> tuple[list[float], int]:
+Down = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]
+"""The values of a sample rounded down to powers, their positions above these, and their turns."""
+
+
+def balanced(
+    values: NDArray[np.float32], pace: int, turns: int, rounded_down: Callable[[], Down]
+) -> Reduction[Threshold]:
+    """Return the threshold at which updates by the rounded values are as long as before on average.
+
+    values: the rank's part of a sample. rounded_down: is called again for each sum, so nothing is held between them.
+    """
+
+    def sums(split: int | None) -> tuple[list[float], int]:
+        down, positions, turn = rounded_down()
+        if split is None:
+            return _native.root_sums(values, down, positions.astype(np.uint16), POSITIONS_PER_RUNG * pace)
+        there = positions == split
+        return _native.root_sums(values[there], down[there], turn[there].astype(np.uint16), turns)
+
+    *by_position, count = (yield from total(*sums(None))).tolist()
+    threshold, split, rest = _native.balance(np.array(by_position), count, pace)
+    if split is None:
+        return Threshold(threshold * turns, turns)
+    *by_turn, _ = (yield from total(*sums(split))).tolist()
+    return Threshold(threshold * turns + _native.first_turn(np.array(by_turn), rest, pace), turns)
+
+
+def _rounded_down(values: NDArray[np.float32], pace: int, shard: Shard) -> Down:
     at, step = positions()[_buckets(values)], POSITIONS_PER_RUNG * pace
     down = _exponents(at, pace, Threshold(step))
+    above = np.clip(at - step * down.astype(np.int32), 0, step - 1)
     turns = _turns(at, pace, GRID_TURNS, _chunks_of_sample(shard, GRID_TURNS))
-    classes = (at - step * down.astype(np.int32)) * GRID_TURNS + turns
-    in_range = np.clip(classes, 0, step * GRID_TURNS - 1).astype(np.uint16)
-    return _native.root_sums(values, _powers(down, pace, values, torch.float32), in_range, step * GRID_TURNS)
+    return _powers(down, pace, values, torch.float32), above, turns
 
 
 def round_to_log_grid(

@@ -17,7 +17,9 @@ from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.quantize.log_grid import (
     NO_OUTLIERS,
+    Down,
     Extremes,
+    balanced,
     extremes_of,
     positions,
     quantize_to_log_grid,
@@ -31,8 +33,8 @@ from dynaquant.engine.tensors.shard import Shard
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
-FACTOR_TURNS, FACTOR_CLASSES = 16, 256
-"""Turns of rows or columns, and their classes between two such values (``log_grid.Threshold``)."""
+FACTOR_TURNS = 16
+"""Turns of rows or columns (``log_grid.Threshold``)."""
 SECOND_PACES = (8, 4, 2)
 """Rungs between the values of a second moment, coarsest first: 2, 1 and 1/2 octaves."""
 
@@ -93,15 +95,14 @@ def quantize_rank_one(
         rows, columns = (_local(factor(b, each), axis) for b, each, axis in zip(bins, levels, axes, strict=True))
         return RankOne(tensor.dtype, tensor.shape, rows, columns)
 
-    def sums_by_class() -> tuple[list[float], int]:
+    def rounded_down() -> Down:
         width = max(math.prod(tensor.shape[1:]), 1)
         index = held(shard).numpy() // width if longer == 0 else held(shard).numpy() % width
-        of_sample = _local_levels(classes, axes[longer])[index]
-        return _native.root_sums(values, sample_stored(stored(), shard), of_sample, FACTOR_CLASSES)
+        of_sample = _local_levels(classes, axes[longer])[index].astype(np.int32)
+        return sample_stored(stored(), shard), of_sample // FACTOR_TURNS, of_sample % FACTOR_TURNS
 
     # The longer factor is rounded down so far. As many of its values go up as keep the length of updates.
-    *of_whole, count_of_whole = (yield from total(*sums_by_class())).tolist()
-    threshold = _native.balanced_threshold(np.array(of_whole), count_of_whole, FACTOR_PACE, FACTOR_TURNS)
+    threshold = (yield from balanced(values, FACTOR_PACE, FACTOR_TURNS, rounded_down)).value
     raised = _native.round_up(levels[longer], bins[longer], classes, threshold)
     if raised is None:
         return None
