@@ -214,7 +214,6 @@ restore disturbs them. Each is restored {RESTORES} times, in a new model and a n
 - *Times smaller*: bytes of all checkpoints, beside those of the raw state.
 - The estimate that stands in for a metric is trusted less where gradients have become far weaker
   ([how](../decisions.md#how-far-can-the-estimate-be-trusted)). Then the weights are exact as a rule.
-- What the exact fit still loses comes from its second moments, which a metric does not see either.
 
 {about}
 """
