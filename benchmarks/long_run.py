@@ -165,7 +165,7 @@ def main() -> None:
     described = machine("torch")
     about = f"One thread for PyTorch. {sentence(described)}"
     show(*shown, about, width=100)
-    numbers = {"machine": described, "layers": layers, "saves": times, "calls": calls, "bytes": stored}
+    numbers = {"machine": described, "layers": layers, "saves": shown_saves(times), "calls": calls, "bytes": stored}
     publish(arguments.out, "long_run", numbers, None, page(shown, about))
 
 

@@ -557,8 +557,8 @@ NB_MODULE(_native, m) {
           "rows"_a.noconvert(), "columns"_a.noconvert(), "classes"_a.noconvert(),
           "Fills the levels of factors whose outer product has these sums. The longer one (of equal ones, the rows) is\n"
           "rounded down, and its classes, 256 at most, are filled, for round_up. positions: on the ladder, of each\n"
-          "bucket, in sixteenths of a rung. Returns the first exponent and the number of bins of the rows, and the same of the\n"
-          "columns; None if all values are zero or there are too many levels. ValueError: there are no values.");
+          "bucket, in sixteenths of a rung. Returns the first exponent and the number of bins of the rows, and the same\n"
+          "of the columns; None if all values are zero or there are too many levels. ValueError: there are no values.");
     m.def("round_up", &round_up, "levels"_a.noconvert(), "bins"_a, "classes"_a.noconvert(), "threshold"_a,
           "Rounds levels up whose class is at least the threshold. Returns the new bins; None if there are too many.");
     m.def("root_sums", &root_sums, "values"_a.noconvert(), "down"_a.noconvert(), "classes"_a.noconvert(), "count"_a,
