@@ -116,6 +116,10 @@ def train(folder: str, loader: str = "seedable", kill_at: int = 0, pause: float 
             if saves and progress["step"] % SAVE_EVERY == 0:
                 accelerator.save_state()
     say("result", {"weights": hash_of(model), "history": progress["history"], "steps": progress["step"]})
+    # PyTorch ends the threads of gloo while it holds the interpreter's lock if DDP is the last to hold the group, and
+    # one of them may wait for that lock to forget the last reduction: so the group is destroyed last.
+    model, optimizer, batches, scheduler = accelerator.free_memory(model, optimizer, batches, scheduler)
+    del loss
     accelerator.end_training()
 
 
