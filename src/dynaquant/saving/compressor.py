@@ -24,6 +24,7 @@ from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.gradient_energy import NOTE, GradientEnergy
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
+from dynaquant.saving.moment_tolerances import MomentTolerances
 from dynaquant.saving.presets import PRESETS, budget_of, largest_degradation
 from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.source import Source
@@ -121,7 +122,9 @@ class Compressor:
             quantized: Mapping[str, Form] = {}
             if decision.configuration is not None:
                 quantized = _together(compared.unchanged, decision.quantized)
-            assembled = self._assembled(source, _together(bounded, quantized))
+            assembled = self._assembled(
+                source, _together(bounded, quantized), self._tolerances(source, decision, limits)
+            )
         # A master weight is stored instead of its half-precision weight, and gets that weight's label.
         labels = {**source.labels, **{master: source.labels[name] for name, master in source.master_of.items()}}
         last_limit = limit if not compared.unchanged else memory.last_limit
@@ -188,10 +191,19 @@ class Compressor:
         decided = {name: partial(dequantize, form) for name, form in {**compared.unchanged, **bounded}.items()}
         return self._manager.decide(prepared, decided, memory.search, limits), list(notes)
 
-    def _assembled(self, source: Source, quantized: Mapping[str, Form]) -> Assembled:
+    def _tolerances(self, source: Source, decision: Decision, limits: Limits) -> MomentTolerances | None:
+        """Return how coarse moments may be. None: they are stored exactly."""
+        if self.preset is None or not self.method.quantizes_moments:
+            return None
+        found = MomentTolerances(self.preset.first_tolerance, self.preset.second_tolerance, source.first_tolerances)
+        return found.beside_exact_weights() if decision.configuration is None or limits.trust < 1 else found
+
+    def _assembled(
+        self, source: Source, quantized: Mapping[str, Form], tolerances: MomentTolerances | None
+    ) -> Assembled:
         """Return what this rank writes: rank 0 everything, or of a divided state each rank its part. Collective.
 
-        quantized: all but moments.
+        quantized: all but moments. tolerances: of moments.
         """
 
         def assembled(live: Mapping[str, Tensor], moments: Mapping[str, Form]) -> Assembled:
@@ -201,11 +213,10 @@ class Compressor:
             return assemble(live, forms, source.master_of, source.external, source.labels, source.copied_exactly)
 
         def moments_of(own: Mapping[str, Tensor], shards: Shards) -> dict[str, Form]:
-            if self.preset is None or not self.method.quantizes_moments:
+            if tolerances is None:
                 return {}
-            first, second = self.preset.first_tolerance, self.preset.second_tolerance
-            tolerances = source.first_tolerances
-            return quantize_moments(own, source.labels, first, second, tolerances, shards.held, shards.reduce)
+            first, second, firsts = tolerances.first, tolerances.second, tolerances.firsts
+            return quantize_moments(own, source.labels, first, second, firsts, shards.held, shards.reduce)
 
         tensors, division = source.tensors, source.division
         if division is None:

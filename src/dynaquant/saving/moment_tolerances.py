@@ -1,9 +1,10 @@
-"""How coarse a first moment may be: it follows from the steps of training that a restore would lose by it."""
+"""How coarse moments may be: it follows from the steps of training that a restore would lose by them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dynaquant.saving.presets import DROPPED, Preset
@@ -15,11 +16,37 @@ LOST_BY_NOISE = 0.1
 docs/decisions.md, "How much does a restore lose without first moments?"."""
 LOST_BY_NOISE_OF_SGD = 0.5
 """The same for SGD, whose update is the moment itself: docs/decisions.md, "What about the momentum of SGD?"."""
-FINEST, COARSEST = 0.5, 1.4
-"""Tolerances of moments that are kept: about 1.3 to 0.4 bits per weight. At 0.5, no loss could be measured."""
-WINDOW_OF_FINEST = 10.0
-"""Of SGD, that was measured with this window: momentum 0.9. Noise lasts as long as the window, so in a longer one its
-square must be smaller: docs/decisions.md, "What about the momentum of SGD?"."""
+FINEST, COARSEST = 0.25, 1.4
+"""Tolerances of moments that are kept: about 2.3 to 0.4 bits per weight. At 0.25, no loss could be measured."""
+OF_SGD, WINDOW_OF_SGD = 0.5, 10.0
+"""The tolerance of momentum of SGD, as measured with this window: momentum 0.9. Noise lasts as long as the window, so
+in a longer one its square must be smaller: docs/decisions.md, "What about the momentum of SGD?"."""
+FIRST_BESIDE_EXACT, SECOND_BESIDE_EXACT = 0.35, 0.045
+"""The largest tolerances of moments beside exact weights: docs/decisions.md, "How coarse may a second moment be?"."""
+
+
+@dataclass(frozen=True)
+class MomentTolerances:
+    """How coarse moments may be: see ``engine/quantize/moments.py``.
+
+    first: of first moments; firsts: those of single ones, by name. second: of second moments.
+    """
+
+    first: float
+    second: float
+    firsts: Mapping[str, float]
+
+    def beside_exact_weights(self) -> MomentTolerances:
+        """Return the tolerances where the weights are stored exactly, or almost.
+
+        Such trainings lose more by coarse moments than others do, and fine ones are small beside their weights.
+        """
+
+        def finer(tolerance: float) -> float:
+            return tolerance if tolerance == DROPPED else min(tolerance, FIRST_BESIDE_EXACT)
+
+        firsts = {name: finer(tolerance) for name, tolerance in self.firsts.items()}
+        return MomentTolerances(finer(self.first), min(self.second, SECOND_BESIDE_EXACT), firsts)
 
 
 def first_tolerances(
@@ -58,9 +85,9 @@ def tolerances_of(windows: Mapping[str, MomentWindow], preset: Preset, interval:
         elif interval is None:
             continue
         elif window.kept == "fine":
-            fine = LOST_BY_NOISE_OF_SGD * FINEST**2 * window.steps
-            longer = max(window.steps / (WINDOW_OF_FINEST * ROUNDING), 1.0)
-            tolerances[name] = FINEST / math.sqrt(longer) if allowed <= fine * ROUNDING else DROPPED
+            fine = LOST_BY_NOISE_OF_SGD * OF_SGD**2 * window.steps
+            longer = max(window.steps / (WINDOW_OF_SGD * ROUNDING), 1.0)
+            tolerances[name] = OF_SGD / math.sqrt(longer) if allowed <= fine * ROUNDING else DROPPED
         else:
             noise = math.sqrt(allowed / (LOST_BY_NOISE * window.steps))
             tolerances[name] = min(max(noise, FINEST), COARSEST)

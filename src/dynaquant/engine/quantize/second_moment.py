@@ -35,8 +35,8 @@ FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
 FACTOR_TURNS = 16
 """Turns of rows or columns (``log_grid.Threshold``)."""
-SECOND_PACES = (8, 4, 2)
-"""Rungs between the values of a second moment, coarsest first: 2, 1 and 1/2 octaves."""
+SECOND_PACES = (4, 2, 1)
+"""Rungs between the values of a second moment, coarsest first: 1, 1/2 and 1/4 octaves."""
 
 
 def quantize_second_moment(
