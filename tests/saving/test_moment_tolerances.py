@@ -18,7 +18,7 @@ from dynaquant.saving.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run
 
 COARSEST = 1.4
-FINEST = 0.25
+FINEST, FINEST_OF_HIGH = 0.5, 0.25
 OF_SGD = 0.5
 
 
@@ -42,19 +42,19 @@ def test_moments_are_dropped_where_checkpoints_are_far_apart_and_kept_where_they
         DROPPED,
     ]
     assert [tolerance(interval, "high") for interval in (5, 12, 392, 999, 1000)] == [
-        FINEST,
-        FINEST,
+        FINEST_OF_HIGH,
+        FINEST_OF_HIGH,
         COARSEST,
         COARSEST,
         DROPPED,
     ]
-    assert [tolerance(interval, "small") for interval in (24, 25)] == [COARSEST, DROPPED]
+    assert [tolerance(interval, "small") for interval in (1, 24, 25)] == [FINEST, COARSEST, DROPPED]
 
 
 def test_kept_moments_are_the_coarser_the_further_checkpoints_are_apart():
     assert [tolerance(interval) for interval in (40, 80, 120)] == pytest.approx([math.sqrt(n) for n in (0.5, 1, 1.5)])
     assert tolerance(100, "high") == pytest.approx(math.sqrt(0.5))
-    assert tolerance(1, "small") == pytest.approx(math.sqrt(0.2))
+    assert tolerance(20, "high") == pytest.approx(math.sqrt(0.1))
 
 
 def test_moments_that_remember_longer_are_kept_for_longer_intervals():

@@ -16,8 +16,8 @@ LOST_BY_NOISE = 0.1
 docs/decisions.md, "How much does a restore lose without first moments?"."""
 LOST_BY_NOISE_OF_SGD = 0.5
 """The same for SGD, whose update is the moment itself: docs/decisions.md, "What about the momentum of SGD?"."""
-FINEST, COARSEST = 0.25, 1.4
-"""Tolerances of moments that are kept: about 2.3 to 0.4 bits per weight. At 0.25, no loss could be measured."""
+COARSEST = 1.4
+"""The tolerance of moments that are kept is at most this: about 0.4 bits per weight. 0.5 takes 1.3 bits."""
 OF_SGD, WINDOW_OF_SGD = 0.5, 10.0
 """The tolerance of momentum of SGD, as measured with this window: momentum 0.9. Noise lasts as long as the window, so
 in a longer one its square must be smaller: docs/decisions.md, "What about the momentum of SGD?"."""
@@ -90,5 +90,5 @@ def tolerances_of(windows: Mapping[str, MomentWindow], preset: Preset, interval:
             tolerances[name] = OF_SGD / math.sqrt(longer) if allowed <= fine * ROUNDING else DROPPED
         else:
             noise = math.sqrt(allowed / (LOST_BY_NOISE * window.steps))
-            tolerances[name] = min(max(noise, FINEST), COARSEST)
+            tolerances[name] = min(max(noise, preset.finest), COARSEST)
     return tolerances
