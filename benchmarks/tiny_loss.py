@@ -251,8 +251,8 @@ def page(shown: Table, seeds: int, about: str) -> str:
 .venv/bin/python benchmarks/tiny_loss.py
 ```
 
-Four small networks are trained to very small losses, three of them on the same data in every step, so that nothing but a
-restore disturbs them. Each is restored {RESTORES} times, in a new model and a new optimizer, {seeds} seeds.
+Four small networks are trained to very small losses, three of them on the same data in every step, so that nothing but
+a restore disturbs them. Each is restored {RESTORES} times, in a new model and a new optimizer, {seeds} seeds.
 
 {shown.in_markdown()}
 
