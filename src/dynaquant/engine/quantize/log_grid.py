@@ -85,19 +85,20 @@ def quantize_to_log_grid(
         return None
     first, bins = found
 
-    def levels_of(part: Tensor, chunk: int) -> NDArray[np.uint8]:
+    def levels_of(part: Tensor, chunk: int) -> Tensor:
         table = table_for(tensor.dtype, _level_table(pace, threshold, first, chunk))
-        return kernels.to_host(kernels.for_device(tensor.device).table_levels(part, table))()
+        return kernels.for_device(tensor.device).table_levels(part, table)
 
     codebook = LogGrid(pace, first, bins)
     if not threshold.in_turns:
-        return QuantizedTensor(tensor.dtype, tensor.shape, levels_of(tensor, 0), codebook, NO_OUTLIERS)
+        levels = kernels.to_host(levels_of(tensor, 0))()
+        return QuantizedTensor(tensor.dtype, tensor.shape, levels, codebook, NO_OUTLIERS)
     chunks, flat = _chunks_of_rows(shard or Shard.whole(tensor.shape), threshold.turns), tensor.detach().reshape(-1)
     width = math.prod(tensor.shape[1:])
     begins = [0, *(np.flatnonzero(np.diff(chunks)) + 1)]
     pieces = zip(begins, [*begins[1:], len(chunks)], strict=True)
     parts = [levels_of(flat[a * width : b * width], int(chunks[a])) for a, b in pieces if a < b]
-    levels = np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint8)
+    levels = kernels.to_host(torch.cat(parts))() if parts else np.zeros(0, dtype=np.uint8)  # all cross together
     return QuantizedTensor(tensor.dtype, tensor.shape, levels, codebook, NO_OUTLIERS)
 
 
