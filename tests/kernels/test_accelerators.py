@@ -170,8 +170,8 @@ def test_only_levels_cross_from_the_emulated_device(metric, tmp_path):
     assert saved.waits + saved.copies_to_host < 8 * tensors  # each of them is a wait
     samples = 2 * 4 * 32_768 * 2  # of both moments of two weights
     assert saved.bytes_to_host < 3.1 * parameters + samples + 65_536  # a byte for each weight and moment
-    # Levels of second moments, and tables: one for each of 64 turns if values take turns.
-    assert saved.bytes_to_device < 1.1 * parameters + 2 * 65 * 65_536 + 3 * 65_536
+    tables = 2 * (2 * 65_536 + 64 * 256) + 2 * 65_536  # of second moments that go up in turns, and of first moments
+    assert saved.bytes_to_device < 1.1 * parameters + tables + 65_536  # levels of second moments, and tables
 
 
 @emulates

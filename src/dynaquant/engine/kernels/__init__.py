@@ -63,6 +63,20 @@ class Kernels(Protocol):
         has precedence over pruning.
         """
 
+    def levels_in_turns(
+        self,
+        tensor: Tensor,
+        low: NDArray[np.uint8],
+        high: NDArray[np.uint8],
+        goes_up: NDArray[np.bool_],
+        turns: NDArray[np.uint8],
+    ) -> Tensor:
+        """Return ``low[bucket]`` of each value, or ``high[bucket]`` where ``goes_up[turn, low level]``.
+
+        low, high: tables of levels by the top 16 bits of a value. goes_up: bool[turns, 256]. turns: of each row; not
+        falling. tensor: with as many rows, not empty.
+        """
+
     def grid_levels(
         self, tensor: Tensor, inverse: float, seed: int | None, first: int = 0
     ) -> tuple[Tensor, Callable[[], int]]:
@@ -153,6 +167,8 @@ def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
     on_grid, in_units = torch.empty_like(tensor), torch.empty_like(tensor)
     kernel.grid_values(tensor, 100.0, 0.01, 7, 0, on_grid)
     rows, columns = tensor[:7].abs(), tensor[7:150].abs()
+    tables = (np.arange(65_536) >> 4).astype(np.uint8), (np.arange(65_536) >> 3).astype(np.uint8)
+    ups = np.arange(4 * 256).reshape(4, 256) % 3 == 0
     kernel.divide_by_roots(tensor, rows, in_units, columns)
     scaled = in_units.clone()
     kernel.multiply_by_roots(scaled, tensor.abs())
@@ -161,6 +177,7 @@ def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
         kernel.outer(rows, columns),
         kernel.grid_levels(tensor.to(torch.bfloat16), 100.0, None)[0],
         kernel.table_levels(tensor, np.arange(65_536).astype(np.uint8)),
+        kernel.levels_in_turns(tensor.view(7, 143), *tables, ups, np.arange(7, dtype=np.uint8) // 2),
         kernel.grid_levels(tensor, 100.0, 7)[0],
         kernel.values(levels, sample[:256].contiguous(), np.full(len(levels) // 200, 0x3F80, np.uint16), tensor.device),
     ]

@@ -123,6 +123,26 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
     return levels
 
 
+def levels_in_turns(
+    tensor: Tensor,
+    low: NDArray[np.uint8],
+    high: NDArray[np.uint8],
+    goes_up: NDArray[np.bool_],
+    turns: NDArray[np.uint8],
+) -> Tensor:
+    flat, width = _flat(tensor), tensor.numel() // len(turns)
+    levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
+    tables = torch.from_numpy(np.concatenate([low, high, goes_up.view(np.uint8).reshape(-1), turns])).to(tensor.device)
+    below, above, ups, of_rows = torch.split(tables, [len(low), len(high), goes_up.size, len(turns)])
+    for piece in _pieces(flat.numel()):
+        buckets = _buckets(flat[piece])
+        level = _look_up(below, buckets)
+        rows = torch.arange(piece.start, piece.stop, device=tensor.device) // width
+        index = _look_up(of_rows, rows).to(torch.int32) * 256 + level
+        levels[piece] = torch.where(_look_up(ups, index).bool(), _look_up(above, buckets), level)
+    return levels
+
+
 def grid_levels(tensor: Tensor, inverse: float, seed: int | None, first: int = 0) -> tuple[Tensor, Callable[[], int]]:
     flat = _flat(tensor)
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)

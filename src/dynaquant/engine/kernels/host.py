@@ -102,6 +102,24 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
     return levels
 
 
+def levels_in_turns(
+    tensor: Tensor,
+    low: NDArray[np.uint8],
+    high: NDArray[np.uint8],
+    goes_up: NDArray[np.bool_],
+    turns: NDArray[np.uint8],
+) -> Tensor:
+    levels, bits, table = empty(torch.Size([tensor.numel()]), torch.uint8), bits_of(tensor), low.copy()
+    filled, width = levels.numpy(), tensor.numel() // len(turns)
+    differ = np.flatnonzero(low != high)
+    begins = [0, *(np.flatnonzero(np.diff(turns)) + 1)]
+    for begin, end in zip(begins, [*begins[1:], len(turns)], strict=True):
+        table[differ] = np.where(goes_up[turns[begin], low[differ]], high[differ], low[differ])
+        part = slice(begin * width, end * width)
+        _native.assign_levels(bits[part], table, _NOTHING, _UNDECIDED, filled[part])
+    return levels
+
+
 def grid_levels(tensor: Tensor, inverse: float, seed: int | None, first: int = 0) -> tuple[Tensor, Callable[[], int]]:
     levels = empty(torch.Size([tensor.numel()]), torch.uint8)
     highest = _native.grid_levels(_float32(tensor), inverse, seed, first, levels.numpy())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,21 +86,15 @@ def quantize_to_log_grid(
         return None
     first, bins = found
 
-    def levels_of(part: Tensor, chunk: int) -> Tensor:
-        table = table_for(tensor.dtype, _level_table(pace, threshold, first, chunk))
-        return kernels.for_device(tensor.device).table_levels(part, table)
-
-    codebook = LogGrid(pace, first, bins)
-    if not threshold.in_turns:
-        levels = kernels.to_host(levels_of(tensor, 0))()
-        return QuantizedTensor(tensor.dtype, tensor.shape, levels, codebook, NO_OUTLIERS)
-    chunks, flat = _chunks_of_rows(shard or Shard.whole(tensor.shape), threshold.turns), tensor.detach().reshape(-1)
-    width = math.prod(tensor.shape[1:])
-    begins = [0, *(np.flatnonzero(np.diff(chunks)) + 1)]
-    pieces = zip(begins, [*begins[1:], len(chunks)], strict=True)
-    parts = [levels_of(flat[a * width : b * width], int(chunks[a])) for a, b in pieces if a < b]
-    levels = kernels.to_host(torch.cat(parts))() if parts else np.zeros(0, dtype=np.uint8)  # all cross together
-    return QuantizedTensor(tensor.dtype, tensor.shape, levels, codebook, NO_OUTLIERS)
+    codebook, kernel = LogGrid(pace, first, bins), kernels.for_device(tensor.device)
+    position, rest = divmod(threshold.value, threshold.turns)
+    low, high = (_level_table(tensor.dtype, pace, up_from, first) for up_from in (position + (rest > 0), position))
+    if not rest or not tensor.numel():
+        levels = kernel.table_levels(tensor, low)
+    else:
+        chunks = _chunks_of_rows(shard or Shard.whole(tensor.shape), threshold.turns).astype(np.uint8)
+        levels = kernel.levels_in_turns(tensor, low, high, _goes_up(pace, threshold, first), chunks)
+    return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), codebook, NO_OUTLIERS)
 
 
 def extremes_of(tensor: Tensor) -> Extremes:
@@ -196,11 +191,18 @@ def _rung_values() -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=64)
-def _level_table(pace: int, threshold: Threshold, first: int, chunk: int) -> NDArray[np.uint8]:
-    """Return the level of each bucket in a chunk of a tensor."""
-    table = np.clip(_exponents(positions(), pace, threshold, chunk) - first + FIRST_BIN, 0, 255).astype(np.uint8)
+def _level_table(dtype: torch.dtype, pace: int, up_from: int, first: int) -> NDArray[np.uint8]:
+    """Return the level of each bucket of a dtype. up_from: the position from which on values go up."""
+    table = np.clip(_exponents(positions(), pace, Threshold(up_from)) - first + FIRST_BIN, 0, 255).astype(np.uint8)
     table[[0, MAGNITUDES]] = PRUNED
-    return table
+    return table_for(dtype, table)
+
+
+def _goes_up(pace: int, threshold: Threshold, first: int) -> NDArray[np.bool_]:
+    """Return whether values at the threshold's position go up, by chunk and by the level below: bool[turns, 256]."""
+    moved, rest = divmod(threshold.value, threshold.turns * POSITIONS_PER_RUNG * pace)
+    below = np.arange(256, dtype=np.int32) - FIRST_BIN + first + moved
+    return _turn(below, threshold.turns, np.arange(threshold.turns)[:, None]) >= rest % threshold.turns
 
 
 def _buckets(values: NDArray[np.float32]) -> NDArray[np.uint32]:
@@ -229,7 +231,11 @@ def _exponents(
 
 
 def _turns(at: NDArray[np.int16], pace: int, turns: int, chunks: NDArray[np.int32] | int) -> NDArray[np.int32]:
-    """Return the turn of values at these positions. One that has gone up or down gets another turn."""
-    down = np.floor_divide(at.astype(np.int32), POSITIONS_PER_RUNG * pace)
+    """Return the turn of values at these positions."""
+    return _turn(np.floor_divide(at.astype(np.int32), POSITIONS_PER_RUNG * pace), turns, chunks)
+
+
+def _turn(down: NDArray[np.int32], turns: int, chunks: NDArray[Any] | int) -> NDArray[np.int32]:
+    """Return the turn of values above these powers. One that has gone up or down gets another turn."""
     found: NDArray[np.int32] = (chunks - (turns * 5 // 8 | 1) * down) & (turns - 1)
     return found
