@@ -301,7 +301,7 @@ def test_ranks_that_communicate_in_a_loss_on_batches_evaluate_the_same_batches_t
     (record, other) = (report["batches"]["late"][0]["record"] for report in metrics)
     assert record["configuration"] == other["configuration"]
     assert record["trials"] == other["trials"]
-    assert all(0 < trial["share"] <= 1 for trial in record["trials"])
+    assert min(trial["share"] for trial in record["trials"]) < 1
     chosen = next(trial for trial in record["trials"] if trial["configuration"] == record["configuration"])
     assert chosen["share"] == 1
 
