@@ -28,6 +28,7 @@ def collection_paused() -> Iterator[None]:
     if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
         yield
         return
+    gc.collect(1)  # young garbage shall not wait until all objects are searched again, after the checkpoint is written
     try:
         _paused = True
         gc.disable()
@@ -58,12 +59,13 @@ def older_objects_skipped() -> Iterator[None]:
 
     It goes on to run, also for what other threads make meanwhile. What is older and becomes garbage waits. Does nothing
     if objects are frozen already, by the user or another thread.
+
+    Does not collect first: after a pause, all objects of a save are young, and a search of them would hold up training.
     """
     global _skipping  # noqa: PLW0603 - the collector is one, too
     if gc.get_freeze_count():
         yield
         return
-    gc.collect(1)  # young garbage shall not have to wait for the next search of all objects
     _skipping = True
     gc.freeze()
     try:

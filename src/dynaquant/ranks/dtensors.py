@@ -41,7 +41,7 @@ def part_problem(tensor: Tensor) -> str | None:
     """Return why a rank's tensor alone cannot stand for the whole one; None if it is whole."""
     if is_sharded(tensor):
         return "is a DTensor, of which a rank holds only a part"
-    if all(hasattr(tensor, attribute) for attribute in _CHECKPOINTABLE_TENSOR):
+    if hasattr(tensor, _CHECKPOINTABLE_TENSOR[0]) and all(hasattr(tensor, each) for each in _CHECKPOINTABLE_TENSOR):
         return "is a CheckpointableTensor, which holds parts of a larger tensor"
     return None
 

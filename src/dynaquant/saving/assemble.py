@@ -80,5 +80,7 @@ def assemble_on_access(
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, which training cannot change."""
+    """Return a copy in host memory, in C order, which training cannot change."""
+    if tensor.is_cpu and tensor.numel() == 1:  # most exact tensors are counts of steps
+        return tensor.detach().clone()
     return kernels.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())

@@ -15,14 +15,14 @@ from dynaquant.engine.forms.external import External
 from dynaquant.engine.label import Label
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.errors import StateError
-from dynaquant.ranks.dtensors import local_of, reshard
+from dynaquant.ranks.dtensors import is_sharded, local_of, reshard
 from dynaquant.ranks.group import Group
 from dynaquant.saving.differences import Differences, find_differences
 from dynaquant.saving.division import Division, divide
 from dynaquant.saving.rank_zero import rng_states_of_other_ranks
 from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import with_ranks
-from dynaquant.state.roles import labels
+from dynaquant.state.roles import labels, untrained
 from dynaquant.state.tree import without_tensors
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Base
@@ -42,8 +42,8 @@ class Captured:
     of the tensors of the last checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of
     frozen parameters. Both are empty if there is no last checkpoint. division: of the tensors among the ranks; None if
     every rank holds all of them. exact_optimizers: names of those whose moments are stored exactly, each with the
-    reason. updated: names of parameters that train whatever their ``requires_grad``. differences: what differs between
-    ranks. notes: for the record.
+    reason. untrained: names of the parameters that do not train. differences: what differs between ranks. notes: for
+    the record.
     """
 
     tree: Any
@@ -54,7 +54,7 @@ class Captured:
     last_external: Mapping[str, External]
     division: Division | None = None
     exact_optimizers: Mapping[str, str] = field(default_factory=dict)
-    updated: frozenset[str] = frozenset()
+    untrained: frozenset[str] = frozenset()
     differences: Differences = field(default_factory=Differences)
     notes: Sequence[str] = ()
 
@@ -94,11 +94,16 @@ def capture(
     reshard(models_of(objects))
     tree, tensors = group.run_on_all_ranks(lambda: flatten(collect(objects, other_ranks)))
     division = divide(tensors, group)
-    local = division.local if division is not None else {name: local_of(tensor) for name, tensor in tensors.items()}
+    local: Mapping[str, Tensor]
+    if division is not None:
+        local = division.local
+    else:  # a mesh may have one process; plain tensors are detached already
+        local = {name: local_of(tensor) if is_sharded(tensor) else tensor for name, tensor in tensors.items()}
     # Ranks must come to the same roles; the steps that find them out are made on all, as they may communicate.
     exact = group.from_rank_0(exact_optimizers(objects))
     updated = group.from_rank_0(updated)
-    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact, updated))
+    idle = group.run_on_all_ranks(lambda: untrained(objects, updated))
+    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact, idle))
     omitted = _omitted(label_of)
     if division is not None:
         _refuse_omitted(omitted)
@@ -115,7 +120,7 @@ def capture(
         tree = with_ranks(tree, differences.ranks)
     small_on_host = group.run_on_all_ranks(lambda: kernels.small_on_host(local))
     if division is not None:
-        return Captured(tree, local, small_on_host, label_of, {}, {}, division, exact, updated, differences, notes)
+        return Captured(tree, local, small_on_host, label_of, {}, {}, division, exact, idle, differences, notes)
     return Captured(
         tree,
         local,
@@ -124,7 +129,7 @@ def capture(
         last_hashes={} if base is None else base.hashes,
         last_external={} if base is None else run.frozen_files.available(base.tensors),
         exact_optimizers=exact,
-        updated=updated,
+        untrained=idle,
         differences=differences,
         notes=notes,
     )

@@ -97,7 +97,9 @@ class Compressor:
         """
         with timed(seconds, "capture"):
             names = {} if self.preset is None else source.weight_names
-            weights = LazyMapping(names, lambda name: source.tensors[names[name]])
+            weights: Mapping[str, Tensor] = LazyMapping(names, lambda name: source.tensors[names[name]])
+            if not source.on_access:  # looked up often
+                weights = dict(weights)
             budget, run = self._budget_at(source, memory), self._group.run_reducing
             energy = GradientEnergy()
             if self.preset is not None:

@@ -77,6 +77,8 @@ class Differences:
 
     def exact(self, labels: Mapping[str, Label]) -> dict[str, Label]:
         """Return the labels, with those of tensors that differ made exact."""
+        if not self.names:
+            return dict(labels)
         return {n: Label("exact", label.layer_type) if n in self.names else label for n, label in labels.items()}
 
     def add(self, compressed: Compressed, group: Group) -> Compressed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -26,16 +25,15 @@ class FrozenParameters:
     unchanged: frozenset[str]
 
 
-def frozen_parameters(captured: Captured, untrained: Collection[str], hashes: HashCache) -> FrozenParameters:
+def frozen_parameters(captured: Captured, hashes: HashCache) -> FrozenParameters:
     """Return the frozen parameters of a state, with all that belongs to them.
-
-    untrained: names of the parameters that do not train.
 
     A parameter that changes although it does not train, such as an average of weights, may change again. So it is not
     among the unchanged.
     """
     exact = (name for name in captured.tensors if captured.labels[name].role == "exact")
-    names = {name for name in exact if name in untrained or owner_of(name, untrained)}
+    idle = captured.untrained
+    names = {name for name in exact if name in idle or owner_of(name, idle)} if idle else set()
     last = captured.last_hashes
     changed = {name for name in names if name in last and hashes.of(name, captured.tensors[name]) != last[name]}
     return FrozenParameters(frozenset(names), frozenset(names - changed))

@@ -191,8 +191,8 @@ def _values(samples: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64]) 
 def _sample(parameter: Tensor, size: int) -> Tensor:
     """Return a view of up to ``size`` evenly spaced values, in the order of the memory."""
     tensor = parameter.detach()
-    if tensor.ndim == 1 and len(tensor) <= size:
-        return tensor
+    if tensor.numel() <= size and tensor.is_contiguous():
+        return tensor.view(-1)
     if not tensor.is_contiguous():
         strides = tensor.stride()
         tensor = tensor.permute(sorted(range(tensor.ndim), key=lambda i: -strides[i]))

@@ -28,7 +28,6 @@ from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
-from dynaquant.state.roles import untrained
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
@@ -89,8 +88,7 @@ class TrainingSource:
         displacements: of the training. interval: steps between two checkpoints, if known. corrected: whether a restore
         corrects moments of zero. exact_weights: whether to keep the weights exactly, too; not of a sharded model.
         """
-        idle = untrained(self._objects, captured.updated)
-        frozen = frozen_parameters(captured, idle, self.hashes)
+        frozen = frozen_parameters(captured, self.hashes)
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         external = {**in_frozen_files(captured, frozen), **omitted}
         own = {name: tensor for name, tensor in captured.tensors.items() if name not in external}
@@ -133,7 +131,7 @@ class TrainingSource:
             gradients=self._gradients.recorded(),
             records_gradients=self._gradients.needed,
             displaced=displaced,
-            untrained=idle,
+            untrained=captured.untrained,
             hash_of=lambda name: self.hashes.of(name, own[name]),
             external=external,
             frozen=frozen.unchanged,
@@ -177,4 +175,4 @@ class TrainingSource:
 
 def _where_kernels_run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors; those of devices that kernels do not run on as copies in host memory."""
-    return {name: tensor if kernels.fills(tensor.device) else tensor.cpu() for name, tensor in tensors.items()}
+    return {n: t if t.is_cpu or kernels.fills(t.device) else t.cpu() for n, t in tensors.items()}

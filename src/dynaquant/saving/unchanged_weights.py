@@ -80,10 +80,11 @@ def compare_weights(
             hashed[name] = tensor_hash(weights[name])
     unchanged = {n: before.quantized for n, before in last.items() if n in hashed and before.hash == hashed[n]}
     if shards.divided:
-        changed = shards.any({name: name not in unchanged for name in weights})
-        unchanged = {name: quantized for name, quantized in unchanged.items() if not changed[name]}
+        anywhere = shards.any({name: name not in unchanged for name in weights})
+        unchanged = {name: quantized for name, quantized in unchanged.items() if not anywhere[name]}
     changed_names = [name for name in weights if name not in unchanged]
-    return ComparedWeights(samples, hashed, unchanged, LazyMapping(changed_names, weights.__getitem__))
+    changed = LazyMapping(changed_names, weights.__getitem__) if unchanged else weights
+    return ComparedWeights(samples, hashed, unchanged, changed)
 
 
 def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dict[str, LastWeight]:

@@ -66,10 +66,9 @@ def mean_squared_gradients(
     recorded: the mean squares on this rank. shards: of the parameters. Collective if there are any.
     """
     found: dict[str, Tensor] = {}
+    of_optimizers = [optimizer.state for optimizer in optimizers]
     for name, parameter in parameters.items():
-        state: Mapping[str, Any] = next(
-            (optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state), {}
-        )
+        state: Mapping[str, Any] = next(filter(None, (states.get(parameter) for states in of_optimizers)), {})
         moment = state.get("exp_avg_sq", state.get("square_avg"))
         if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.is_floating_point():
             found[name] = moment

@@ -29,6 +29,7 @@ CONTAINERS: dict[type, str] = {**PYTHON_CONTAINERS, torch.Size: SIZE}
 ALONE = "tensor"
 """The name of a tensor that is the whole state."""
 _NUMPY_KINDS = "biufc"
+_STORABLE = frozenset(DTYPES.values())
 _MAX_INT_BITS = 14_000  # Python refuses to parse integers of more than 4,300 digits
 
 
@@ -80,7 +81,7 @@ class _Flattener:
             return value
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        if kind in (Tensor, torch.nn.Parameter) or is_sharded(value):
+        if kind is Tensor or kind is torch.nn.Parameter or is_sharded(value):
             return self._tensor(value, path)
         if kind is np.ndarray:
             return self._array(value, path)
@@ -92,7 +93,7 @@ class _Flattener:
 
     def _name(self, tensor: Tensor, path: str) -> str:
         memory = (memory_of(tensor), tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.numel() > 0 and memory in self._names:
+        if memory in self._names and tensor.numel() > 0:
             return self._names[memory]
         path = path or ALONE
         name, number = path, 2
@@ -108,12 +109,12 @@ class _Flattener:
         if (part := part_problem(tensor)) is not None:
             self.parts[path] = part
         kind = "tensor" if type(tensor) is Tensor or not isinstance(tensor, torch.nn.Parameter) else "parameter"
-        plain = tensor.detach()
-        if not is_sharded(tensor) and (plain.is_neg() or plain.is_conj()):
+        plain, trains = tensor.detach(), tensor.requires_grad
+        if (plain.is_neg() or plain.is_conj()) and not is_sharded(tensor):
             plain = plain.resolve_conj().resolve_neg()
         node = self._node_of(kind, plain, path)
-        if tensor.requires_grad != (kind == "parameter"):
-            node["requires_grad"] = tensor.requires_grad
+        if trains != (kind == "parameter"):
+            node["requires_grad"] = trains
         return node
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
@@ -124,7 +125,7 @@ class _Flattener:
 
     def _node_of(self, kind: str, tensor: Tensor, path: str) -> dict[str, Any]:
         node: dict[str, Any] = {kind: self._name(tensor, path)}
-        if not is_sharded(tensor) and (strides := strides_of(tensor)) is not None:
+        if not tensor.is_contiguous() and not is_sharded(tensor) and (strides := strides_of(tensor)) is not None:
             node["strides"] = list(strides)
         return node
 
@@ -152,6 +153,8 @@ class _Flattener:
         return node
 
     def _key(self, key: Any, path: str) -> Any:
+        if type(key) is str:  # nearly always
+            return key
         if isinstance(key, Tensor):  # only the tensor itself finds the entry, and a restore makes another one
             raise StateError(
                 f"{path}: a dictionary with tensors as keys cannot be restored; use names or numbers as keys"
@@ -207,15 +210,15 @@ def _nested_problem(tensor: Tensor) -> str | None:
 
 
 def _tensor_problem(tensor: Tensor) -> str | None:
+    if tensor.dtype in _STORABLE and tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta):
+        return None
     if (problem := _nested_problem(tensor)) is not None:
         return problem
     if tensor.layout != torch.strided:
         return f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot be stored; make it dense first"
     if tensor.device.type == "meta":
         return "a tensor on the meta device has no values to store"
-    if dtype_name(tensor.dtype) not in DTYPES:
-        return f"a tensor of {dtype_name(tensor.dtype)} cannot be stored"
-    return None
+    return f"a tensor of {dtype_name(tensor.dtype)} cannot be stored"
 
 
 def unflatten(

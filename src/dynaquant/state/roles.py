@@ -59,7 +59,7 @@ def labels(
     overrides: Mapping[str, str | Bound] | None = None,
     vectors: bool = False,
     exact: Collection[str] = (),
-    updated: Collection[str] = (),
+    idle: Collection[str] | None = None,
 ) -> dict[str, Label]:
     """Return the label of every tensor of a state.
 
@@ -67,7 +67,7 @@ def labels(
     tensors begin with its name. overrides: role or bound by glob pattern over tensor names, e.g.
     ``{"*.lm_head.weight": "exact"}``; the last pattern that matches counts. vectors: whether parameters of one
     dimension (biases, norms) are weights. exact: names of the optimizers whose moments are stored exactly unless a
-    pattern says otherwise (``training/moment_uses.py``). updated: as for ``untrained``.
+    pattern says otherwise (``training/moment_uses.py``). idle: what ``untrained`` returns, if that is known.
 
     Only parameters of models (``"model"``, ``"model.G"``) become weights, since only models are evaluated, and only if
     they train. Those of a known average of a model become averages (``state/averages.py``). Other parameters are exact
@@ -78,12 +78,12 @@ def labels(
     """
     result = dict.fromkeys(tensors, Label("exact"))
     of_role: dict[Role, Label] = {}
-    frozen = untrained(objects, updated)
+    frozen = untrained(objects) if idle is None else idle
     parameters: dict[str, str] = {}  # each name of a parameter, and its first name, which is among the tensors
     for prefix, thing in objects.items():
         if isinstance(thing, nn.Module):
             result.update(_module_labels(prefix, thing, tensors, vectors, frozen))
-            parameters.update(_parameter_names(prefix, thing))
+            parameters.update(_parameter_names(prefix, thing) if overrides else {})
         elif isinstance(thing, torch.optim.Optimizer):
             own = f"{prefix}.state."
             for name in tensors if prefix not in exact else ():
@@ -92,10 +92,12 @@ def labels(
         for name in averages_in(prefix, thing, tensors):
             if quantizable(tensors[name], vectors):
                 result[name] = replace(result[name], role="average")
+    if not overrides:
+        return result
     named = {**{name: name for name in result}, **parameters}
     first_names = set(parameters.values())
     owners = {name: owner for name in result if (owner := owner_of(name, first_names)) is not None}
-    for pattern, wanted in (overrides or {}).items():
+    for pattern, wanted in overrides.items():
         # Most patterns that a program makes are names; there may be thousands.
         names = [pattern] if pattern in named else [name for name in named if matches(name, pattern, objects)]
         chosen = {parameters.get(name, name) for name in names}
@@ -103,7 +105,7 @@ def labels(
         wrapped = {name for name, owner in owners.items() if owner in chosen and owner not in result}
         _override(result, tensors, parameters, pattern, wanted, (chosen & result.keys()) | wrapped)
     omitted = (name for name, label in result.items() if label.role == "omit")
-    trained = parameters.keys() - frozen
+    trained = parameters.keys() - set(frozen)
     if changing := sorted(name for name in omitted if owners.get(name, name) in trained):
         raise StateError(
             f"{changing[0]} has role 'omit', but it trains, so a restore would lose its values; freeze it with "
@@ -136,16 +138,14 @@ def untrained(objects: Mapping[str, Any], updated: Collection[str] = ()) -> froz
     trained = {memory_of(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     modules = {prefix: module for prefix, module in objects.items() if isinstance(module, nn.Module)}
     own = {f"{s}.{path}": parameter for s, module in modules.items() for path, parameter in named_parameters(module)}
-    of_models = {name: parameter for name, parameter in own.items() if _is_of_model(name)}
-    known = trained & {memory_of(parameter) for parameter in of_models.values()}
-
+    of_models = {name: memory_of(parameter) for name, parameter in own.items() if _is_of_model(name)}
+    known = trained & set(of_models.values())
     others_trained = trained != known
 
-    def is_idle(parameter: Tensor) -> bool:
-        may_have_master = others_trained and parameter.dtype in HALVES
-        return bool(known) and not may_have_master and memory_of(parameter) not in known
+    def may_have_master(name: str) -> bool:
+        return others_trained and own[name].dtype in HALVES
 
-    idle = {name for name, parameter in of_models.items() if is_idle(parameter)}
+    idle = {name for name, memory in of_models.items() if known and memory not in known and not may_have_master(name)}
     return frozenset(
         name for name, parameter in own.items() if name in idle or not (parameter.requires_grad or name in updated)
     )

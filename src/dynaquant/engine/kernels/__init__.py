@@ -131,7 +131,7 @@ class Kernels(Protocol):
 
 def for_device(device: torch.device) -> Kernels:
     """Return the kernels for tensors on a device. Those of the host copy a tensor of any other device to the host."""
-    return cast(Kernels, device_kernels if runs_on(device) else host_kernels)
+    return cast(Kernels, host_kernels if device == HOST or not runs_on(device) else device_kernels)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -199,6 +199,8 @@ def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
 
     Only a copy from an accelerator runs in the background. A tensor in host memory is not copied.
     """
+    if tensor.is_cpu:
+        return tensor.numpy
     return _copied_in_background(tensor) if runs_on(tensor.device) else tensor.cpu().numpy
 
 

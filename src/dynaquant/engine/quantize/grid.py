@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ def _levels(tensor: Tensor, rung: int, seed: int | None, shard: Shard | None) ->
     return torch.cat([levels for levels, _ in found]), lambda: max(highest() for highest in waits)
 
 
+@cache
 def _inverse(rung: int) -> float:
     return float(np.float32(1) / rung_value(rung))
 
@@ -112,9 +114,10 @@ class RoundedToGrid:
         if tensor is not exact or tensor.dtype != torch.float32:
             return None
         grid_errors = kernels.for_device(tensor.device).grid_errors
-        flat, inverse, step = tensor.detach().reshape(-1), _inverse(self.rung), float(rung_value(self.rung))
+        inverse, step = _inverse(self.rung), float(rung_value(self.rung))
         if self.seed is None or self.shard is None:
-            return grid_errors(flat, inverse, step, self.seed, 0)
+            return grid_errors(tensor, inverse, step, self.seed, 0)
+        flat = tensor.detach().reshape(-1)
         runs = self.shard.runs if len(flat) else []
         found = [grid_errors(flat[at : at + size], inverse, step, self.seed, first) for at, first, size in runs]
         return sum(squares for squares, _ in found), sum(errors for _, errors in found)

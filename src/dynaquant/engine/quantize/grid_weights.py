@@ -185,13 +185,13 @@ def grid_weights(
     nonfinite: dict[str, int] = {}
     found = magnitudes(weights, shards, nonfinite)
     notes = [f"{name}: {count} infinite or NaN values, stored exactly" for name, count in nonfinite.items()]
-    usable = LazyMapping(list(found), weights.__getitem__)
-    sizes = {name: shards.size(name, weights[name]) for name in found}
+    usable = LazyMapping(found, weights.__getitem__) if on_access else {name: weights[name] for name in found}
+    sizes = {name: shards.size(name, usable[name]) for name in found}
     squares = {name: sizes[name] * magnitude.mean_square for name, magnitude in found.items()}
     displaced = displaced or {}
     largest_steps = {name: step_limits.largest_step(each, displaced.get(name)) for name, each in found.items()}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
-    vectors = {name for name in found if weights[name].ndim < 2} if vectors_count_more else ()
+    vectors = {name for name in found if usable[name].ndim < 2} if vectors_count_more else ()
     known_or_assumed = effective_mean_squares(sizes, squares, mean_squares, vectors)
     return GridWeights(
         usable, sizes, known_or_assumed, squares, largest_steps, previous, seed, notes, shards, on_access

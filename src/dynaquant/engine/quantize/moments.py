@@ -68,10 +68,11 @@ def quantize_moments(
         assert shape == shard.local_shape, name
         return shard
 
-    def of_role(role: Role) -> list[str]:
-        return [name for name in tensors if labels[name].role == role]
-
-    moments = [*of_role("second_moment"), *of_role("first_moment")]
+    of_role: dict[Role, list[str]] = {"second_moment": [], "first_moment": []}
+    for name in tensors:
+        if (found := of_role.get(labels[name].role)) is not None:
+            found.append(name)
+    moments = [*of_role["second_moment"], *of_role["first_moment"]]
     # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
     alone = moments if reduce is None else []
     small = {name: values for name in alone if (values := small_values(tensors[name])) is not None}
@@ -129,8 +130,8 @@ def quantize_moments(
             return (yield from quantize_momentum(tensor, tolerance, shard))
         return None
 
-    seconds = run_in_windows(of_role("second_moment"), second, size, reduce)
-    firsts = run_in_windows(of_role("first_moment"), first, size, reduce)
+    seconds = run_in_windows(of_role["second_moment"], second, size, reduce)
+    firsts = run_in_windows(of_role["first_moment"], first, size, reduce)
     return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
 
 
