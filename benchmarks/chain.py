@@ -114,7 +114,7 @@ def save_chain(folder: Path, size: Size, quality: QualityName) -> dict[str, floa
             train()
             reference.append(seconds(to_file))
             began = time.perf_counter()
-            save = checkpointer.save(link)
+            save = checkpointer.save(STEPS * link)
             blocked.append(time.perf_counter() - began)
             ratios.append(save.result().ratio)
             whole.append(time.perf_counter() - began)
@@ -155,7 +155,7 @@ def measure(size: Size, threads: int, quality: str) -> dict[str, float]:
         found: dict[str, float] = json.loads(ran.stdout)
         return found
 
-    kinds = {TORCH: TORCH, "keyframe": "1", "last link": str(size.links)}
+    kinds = {TORCH: TORCH, "keyframe": str(STEPS), "last link": str(STEPS * size.links)}
     with tempfile.TemporaryDirectory() as folder:
         found = child("--save", folder)
         turns = [{kind: child("--load", folder, what) for kind, what in kinds.items()} for _ in range(TURNS)]
