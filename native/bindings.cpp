@@ -128,11 +128,13 @@ void grid_values(const Array<const float>& values, float inverse, float step, st
     dynaquant::grid_values(view(values), inverse, step, seed, first, view(out));
 }
 
-std::pair<double, double> grid_errors(const Array<const float>& values, float inverse, float step,
-                                      std::optional<std::uint32_t> seed, std::size_t first) {
+std::tuple<double, double, std::uint32_t> grid_errors(const Array<const float>& values, float inverse, float step,
+                                                      std::optional<std::uint32_t> seed, std::size_t first,
+                                                      const Array<std::uint8_t>& levels) {
+    if (levels.size() != 0) check_same_size(values.size(), levels.size());
     const nb::gil_scoped_release release;
-    const auto found = dynaquant::grid_errors(view(values), inverse, step, seed, first);
-    return {found.squares, found.errors};
+    const auto found = dynaquant::grid_errors(view(values), inverse, step, seed, first, view(levels));
+    return {found.squares, found.errors, found.highest};
 }
 
 // Sums of grid fits, as many as fits has room for.
@@ -519,7 +521,9 @@ NB_MODULE(_native, m) {
           "Fills the values that the levels of grid_levels are restored to, without making the levels.\n"
           "first: the index of the first value in its tensor, for stochastic rounding.");
     m.def("grid_errors", &grid_errors, "values"_a.noconvert(), "inverse"_a, "step"_a, "seed"_a.none(), "first"_a,
-          "Returns what errors does for the values that grid_values fills, without making them.");
+          "levels"_a.noconvert(),
+          "Returns what errors does for the values that grid_values fills, without making them, and what grid_levels\n"
+          "returns. Fills the levels in the same pass, unless levels is empty.");
     m.def("grid_fits", &grid_fits, "values"_a.noconvert(), "products"_a.noconvert(), "squares"_a.noconvert(),
           "inverses"_a.noconvert(), "fits"_a.noconvert(),
           "Fills four sums for each grid with step 1 / inverse: Σ r · product and Σ r² · square over the values that are\n"

@@ -61,6 +61,19 @@ template <bool Stochastic>
     }
 }
 
+// Turns multiples into levels and returns the highest: 256 or more if a value is protected. Changes the multiples.
+[[gnu::always_inline]] inline std::int32_t levels_of_piece(std::span<std::int32_t> multiples, std::uint8_t* levels) {
+    std::int32_t highest = 0;
+    for (std::int32_t& each : multiples) {
+        const std::int32_t sign = each >> 31;
+        each = 2 * ((each ^ sign) - sign) - sign;  // 2 · |multiple|, plus 1 if it is negative
+    }
+    for (const std::int32_t each : multiples) highest = std::max(highest, each);
+    for (std::size_t i = 0; i < multiples.size(); ++i)
+        levels[i] = static_cast<std::uint8_t>(multiples[i] > highest_level ? level_protected : multiples[i]);
+    return highest;
+}
+
 // Quantizes a block and returns its highest level: 256 or more if a value is protected.
 template <bool Stochastic>
 [[gnu::always_inline]] inline std::int32_t quantize(std::span<const float> values, float inverse, std::uint32_t seed,
@@ -70,13 +83,7 @@ template <bool Stochastic>
     for (std::size_t done = 0; done < values.size(); done += piece_size) {
         const std::size_t count = std::min(piece_size, values.size() - done);
         round_piece<Stochastic>(values.subspan(done, count), inverse, seed, first + done, piece.data());
-        for (std::size_t i = 0; i < count; ++i) {
-            const std::int32_t sign = piece[i] >> 31;
-            piece[i] = 2 * ((piece[i] ^ sign) - sign) - sign;  // 2 · |multiple|, plus 1 if it is negative
-        }
-        for (std::size_t i = 0; i < count; ++i) highest = std::max(highest, piece[i]);
-        for (std::size_t i = 0; i < count; ++i)
-            levels[done + i] = static_cast<std::uint8_t>(piece[i] > highest_level ? level_protected : piece[i]);
+        highest = std::max(highest, levels_of_piece({piece.data(), count}, levels + done));
     }
     return highest;
 }
@@ -88,12 +95,9 @@ float protected_value(float value) {
     return std::bit_cast<float>((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
-// Rounds up to a piece of values to the values of their levels.
-template <bool Stochastic>
-[[gnu::always_inline]] inline void round_values(std::span<const float> values, float inverse, float step,
-                                                std::uint32_t seed, std::size_t first, float* out) {
-    std::array<std::int32_t, piece_size> multiples;
-    round_piece<Stochastic>(values, inverse, seed, first, multiples.data());
+// Sets out to what the levels of a piece of values are restored to. multiples: of the step, from round_piece.
+[[gnu::always_inline]] inline void values_of_piece(std::span<const float> values, const std::int32_t* multiples,
+                                                   float step, float* out) {
     std::int32_t farthest = 0;
     for (std::size_t i = 0; i < values.size(); ++i) {
         out[i] = static_cast<float>(multiples[i]) * step;
@@ -109,11 +113,14 @@ template <bool Stochastic, void store(const float*, std::size_t, float*)>
 [[gnu::always_inline]] inline void round(std::span<const float> values, float inverse, float step, std::uint32_t seed,
                                          std::size_t first, float* out) {
     alignas(64) std::array<float, piece_size> piece;
+    std::array<std::int32_t, piece_size> multiples;
     for (std::size_t done = 0; done < values.size();) {
         // The first piece ends where the output is aligned to a piece, so all others begin there.
         const std::size_t after_border = reinterpret_cast<std::uintptr_t>(out + done) / sizeof(float) % piece_size;
         const std::size_t count = std::min(piece_size - after_border, values.size() - done);
-        round_values<Stochastic>(values.subspan(done, count), inverse, step, seed, first + done, piece.data());
+        const auto some = values.subspan(done, count);
+        round_piece<Stochastic>(some, inverse, seed, first + done, multiples.data());
+        values_of_piece(some, multiples.data(), step, piece.data());
         store(piece.data(), count, out + done);
         done += count;
     }
@@ -129,31 +136,45 @@ DYNAQUANT_AVX2 void store_past_caches(const float* values, std::size_t count, fl
 }
 #endif
 
-// Adds up what grid_errors returns for a block, in the order of errors().
+struct Scored {
+    Errors errors;
+    std::int32_t highest = 0;
+};
+
+// Returns what grid_errors does for a block, added up in the order of errors(). levels: null if none are wanted.
 template <bool Stochastic>
-[[gnu::always_inline]] inline Errors errors_of_block(std::span<const float> values, float inverse, float step,
-                                                     std::uint32_t seed, std::size_t first) {
+[[gnu::always_inline]] inline Scored score_block(std::span<const float> values, float inverse, float step,
+                                                 std::uint32_t seed, std::size_t first, std::uint8_t* levels) {
     static_assert(piece_size % ErrorSums::lanes == 0);
     ErrorSums sums;
+    Scored found;
     std::array<float, piece_size> piece;
+    std::array<std::int32_t, piece_size> multiples;
     for (std::size_t done = 0; done < values.size(); done += piece_size) {
         const auto some = values.subspan(done, std::min(piece_size, values.size() - done));
-        round_values<Stochastic>(some, inverse, step, seed, first + done, piece.data());
+        round_piece<Stochastic>(some, inverse, seed, first + done, multiples.data());
+        values_of_piece(some, multiples.data(), step, piece.data());
         sums.add({piece.data(), some.size()}, some.data());
+        if (levels != nullptr)
+            found.highest = std::max(found.highest, levels_of_piece({multiples.data(), some.size()}, levels + done));
     }
-    return sums.total();
+    found.errors = sums.total();
+    return found;
 }
 
 template <bool Stochastic>
-Errors errors_plain(std::span<const float> values, float inverse, float step, std::uint32_t seed, std::size_t first) {
-    return errors_of_block<Stochastic>(values, inverse, step, seed, first);
+Scored score_plain(std::span<const float> values, float inverse, float step, std::uint32_t seed, std::size_t first,
+                   std::uint8_t* levels) {
+    return score_block<Stochastic>(values, inverse, step, seed, first, levels);
 }
 
 template <bool Stochastic>
-DYNAQUANT_AVX2 Errors errors_avx2(std::span<const float> values, float inverse, float step, std::uint32_t seed,
-                                  std::size_t first) {
-    return errors_of_block<Stochastic>(values, inverse, step, seed, first);
+DYNAQUANT_AVX2 Scored score_avx2(std::span<const float> values, float inverse, float step, std::uint32_t seed,
+                                 std::size_t first, std::uint8_t* levels) {
+    return score_block<Stochastic>(values, inverse, step, seed, first, levels);
 }
+
+std::uint32_t capped(std::int32_t highest) { return static_cast<std::uint32_t>(std::min(highest, highest_level + 1)); }
 
 // Adds up what grid_fits returns for one step. There are several sums of each kind: enough for compilers to vectorise.
 [[gnu::always_inline]] inline GridFit fit(std::span<const float> values, const double* products, const double* squares,
@@ -266,7 +287,7 @@ std::uint32_t grid_levels(std::span<const float> values, float inverse, std::opt
         highest[b] = quantize_values(block, inverse, seed.value_or(0), first + begin, levels.data() + begin);
     });
     const std::int32_t top = highest.empty() ? 0 : *std::max_element(highest.begin(), highest.end());
-    return static_cast<std::uint32_t>(std::min(top, highest_level + 1));
+    return capped(top);
 }
 
 void grid_values(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
@@ -279,18 +300,24 @@ void grid_values(std::span<const float> values, float inverse, float step, std::
     });
 }
 
-Errors grid_errors(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
-                   std::size_t first) {
-    const auto of_block = seed ? (has_avx2() ? errors_avx2<true> : errors_plain<true>)
-                               : (has_avx2() ? errors_avx2<false> : errors_plain<false>);
-    std::vector<Errors> parts(block_count(values.size(), block_size));
+GridErrors grid_errors(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
+                       std::size_t first, std::span<std::uint8_t> levels) {
+    const auto score = seed ? (has_avx2() ? score_avx2<true> : score_plain<true>)
+                            : (has_avx2() ? score_avx2<false> : score_plain<false>);
+    std::vector<Scored> parts(block_count(values.size(), block_size));
     parallel_for(parts.size(), [&](std::size_t b) {
         const std::size_t begin = b * block_size;
         const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
-        parts[b] = of_block(block, inverse, step, seed.value_or(0), first + begin);
+        const auto here = levels.empty() ? nullptr : levels.data() + begin;
+        parts[b] = score(block, inverse, step, seed.value_or(0), first + begin, here);
     });
-    Errors found;
-    for (const Errors& part : parts) found.squares += part.squares, found.errors += part.errors;
+    GridErrors found;
+    std::int32_t highest = 0;
+    for (const Scored& part : parts) {
+        found.squares += part.errors.squares, found.errors += part.errors.errors;
+        highest = std::max(highest, part.highest);
+    }
+    found.highest = capped(highest);
     return found;
 }
 

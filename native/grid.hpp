@@ -25,9 +25,15 @@ std::uint32_t grid_levels(std::span<const float> values, float inverse, std::opt
 void grid_values(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
                  std::size_t first, std::span<float> out);
 
-// Returns the squares of the values, and of the differences (in single precision) of what grid_values returns from them.
-Errors grid_errors(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
-                   std::size_t first);
+// Sums over the values of a tensor, and what grid_levels returns; 0 if no levels were made.
+struct GridErrors : Errors {
+    std::uint32_t highest = 0;
+};
+
+// Returns the squares of the values, and of the differences (in single precision) of what grid_values returns from
+// them. Makes the levels of grid_levels in the same pass, unless levels is empty.
+GridErrors grid_errors(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
+                       std::size_t first, std::span<std::uint8_t> levels);
 
 // How a grid rounds a sample, in units of its step and apart from the values that it protects. r is the multiple that a
 // value is rounded to, or the protected value.

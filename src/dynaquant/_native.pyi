@@ -35,8 +35,8 @@ def grid_values(
     values: NDArray[float32], inverse: float, step: float, seed: int | None, first: int, out: NDArray[float32]
 ) -> None: ...
 def grid_errors(
-    values: NDArray[float32], inverse: float, step: float, seed: int | None, first: int
-) -> tuple[float, float]: ...
+    values: NDArray[float32], inverse: float, step: float, seed: int | None, first: int, levels: NDArray[uint8]
+) -> tuple[float, float, int]: ...
 def grid_fits(
     values: NDArray[float32],
     products: NDArray[float64],

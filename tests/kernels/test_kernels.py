@@ -123,6 +123,20 @@ def test_values_on_a_grid_are_those_of_their_levels_on_every_device(where, shape
         assert values_on_grid(device, tensor.to(where), rung, seed) == wanted
 
 
+@pytest.mark.parametrize("size", [0, 1, 15, 512, 700, 200_003])
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("outliers", [False, True])
+def test_levels_and_errors_of_one_pass_are_those_of_two(size, seed, outliers):
+    tensor, step = some((size,), torch.float32, 0.02), rung_value(-22)
+    tensor[: size // 9 : 3] = 100.0 if outliers else 0.0
+    inverse = float(np.float32(1) / step)
+    levels, highest, errors = host.grid_levels_and_errors(tensor, inverse, float(step), seed)
+    wanted, wait = host.grid_levels(tensor, inverse, seed)
+    assert torch.equal(levels, wanted)
+    assert highest == wait()
+    assert errors == host.grid_errors(tensor, inverse, float(step), seed, 0)
+
+
 @on_devices
 @pytest.mark.parametrize("size", [0, 1, 15, 512, 700, 200_003])
 @pytest.mark.parametrize("seed", [None, 7])

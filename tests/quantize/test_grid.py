@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from on_grid import FAR, assert_near
 from training import bits
 
-from dynaquant.engine.forms.form import dequantize, pieces
+from dynaquant.engine.forms.form import dequantize, pieces, stored_equal
 from dynaquant.engine.quantize.grid import RoundedToGrid, quantize
 from dynaquant.engine.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, Grid, rung_value
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
@@ -88,6 +88,10 @@ def test_a_rounded_tensor_has_the_values_of_the_quantized_one_also_in_pieces(dty
         assert bits(values) == bits(dequantize(quantized))
         assert [bits(piece) for piece in rounded.pieces()] == [bits(piece) for piece in pieces(quantized)]
         assert np.array_equal(rounded.begin_quantize()().levels, quantized.levels)
+        keeping = RoundedToGrid(lambda: tensor, rung, seed, keeps_levels=True)
+        assert keeping.errors(tensor) == rounded.errors(tensor)
+        assert keeping.has_levels == (dtype == torch.float32)
+        assert stored_equal(keeping.begin_quantize()(), quantized)
     transposed = RoundedToGrid(lambda: tensor.movedim(0, -1) if shape else tensor, -3, seed)
     assert bits(transposed.values()) == bits(dequantize(transposed.begin_quantize()()))
 

@@ -37,6 +37,19 @@ def test_moments_that_are_empty_or_not_finite_stay_exact(what, tolerance):
         assert quantize_moments({"s.x": DOUBTFUL[what]}, {"s.x": Label(role)}, tolerance, tolerance) == {}
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("tolerance", [0.5, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_value_of_a_large_moment_that_is_not_finite_keeps_it_exact(value, tolerance, dtype):
+    second = torch.rand(300, 400) + 0.5
+    first = (0.1 * torch.randn(300, 400)).to(dtype)
+    for place in (0, 7, 119_999):
+        bad = first.clone()
+        bad.view(-1)[place] = value
+        assert quantize_moments(*adam_state(bad, second), tolerance, 0.5).keys() == {"s.exp_avg_sq"}
+    assert quantize_moments(*adam_state(first, second), tolerance, 0.5).keys() == {"s.exp_avg", "s.exp_avg_sq"}
+
+
 def adam_state(first, second, extra=None):
     tensors = {"s.exp_avg": first, "s.exp_avg_sq": second} | ({"s.max_exp_avg_sq": extra} if extra is not None else {})
     return tensors, {n: Label("first_moment" if n == "s.exp_avg" else "second_moment") for n in tensors}

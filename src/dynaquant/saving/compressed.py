@@ -30,6 +30,13 @@ class Compressed:
     memory: Memory
     compared: ComparedWeights
 
+    @property
+    def quantized_weights(self) -> set[str]:
+        """The names of the weights that are stored as levels, as far as this rank knows."""
+        if self.decision.configuration is None:
+            return set()
+        return {*self.compared.unchanged, *self.decision.quantized}
+
     def with_last_weights(self, stored: Mapping[str, StoredTensor]) -> Compressed:
         """Return the same with the quantized weights in the memory, for the next save. stored: at least those."""
         last = self.compared.last_weights(stored)

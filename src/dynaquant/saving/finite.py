@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
 
 from torch import Tensor
 
@@ -16,13 +17,14 @@ from dynaquant.store.run import Run
 log = logging.getLogger("dynaquant")
 
 
-def not_finite(captured: Captured, group: Group) -> list[str]:
-    """Return the names of the weights that have an infinite or NaN value on any rank. Collective."""
-    weights = {
-        name: tensor.detach()
-        for name, tensor in captured.small_on_host.items()
-        if captured.labels[name].role == "weight" and tensor.dtype in QUANTIZABLE_DTYPES and tensor.numel()
-    }
+def not_finite(captured: Captured, quantized: Collection[str], group: Group) -> list[str]:
+    """Return the names of the weights that have an infinite or NaN value on any rank. Collective.
+
+    quantized: names of the weights that are stored as levels. All their values are finite, so they are not read again.
+    """
+    names = [name for name, label in captured.labels.items() if label.role == "weight" and name not in quantized]
+    tensors = {name: captured.small_on_host[name] for name in names if name in captured.small_on_host}
+    weights = {name: each for name, each in tensors.items() if each.dtype in QUANTIZABLE_DTYPES and each.numel()}
     found = group.all_gather(group.run_on_all_ranks(lambda: _not_finite(weights)))
     return sorted({name for names in found for name in names})
 

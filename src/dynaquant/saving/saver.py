@@ -98,7 +98,6 @@ class Saver:
                 self._group,
                 self._training.updates.updated,
             )
-            not_finite = finite.not_finite(captured, self._group)
             source = self._training.source(
                 captured,
                 memory.displacements,
@@ -109,6 +108,9 @@ class Saver:
             )
         compressed = self._compressed(source, seconds)
         with timed(seconds, "capture"):
+            # A half-precision weight may be infinite where its master weight, which is stored, is not.
+            as_levels = compressed.quantized_weights - source.master_of.keys()
+            not_finite = finite.not_finite(captured, as_levels, self._group)
             compressed = captured.differences.add(compressed, self._group)
         cost = _cost(compressed.decision)
         schedule.saved(_typical_seconds(seconds, compressed.decision, memory.typical_cost(cost)))

@@ -21,6 +21,7 @@ _LARGE = 1 << 22
 """Bytes of memory for which NumPy asks for large pages."""
 _BUCKETS = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint32)
+_NO_LEVELS = np.zeros(0, dtype=np.uint8)
 _UNDECIDED = np.full(_BUCKETS, _native.UNDECIDED, dtype=np.uint8)
 
 
@@ -132,7 +133,16 @@ def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, f
 
 
 def grid_errors(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int) -> tuple[float, float]:
-    return _native.grid_errors(_float32(tensor), inverse, step, seed, first)
+    return _native.grid_errors(_float32(tensor), inverse, step, seed, first, _NO_LEVELS)[:2]
+
+
+def grid_levels_and_errors(
+    tensor: Tensor, inverse: float, step: float, seed: int | None
+) -> tuple[Tensor, int, tuple[float, float]]:
+    """Return the levels of ``grid_levels``, the highest of them, and what ``grid_errors`` returns, in one pass."""
+    levels = empty(torch.Size([tensor.numel()]), torch.uint8)
+    squares, errors, highest = _native.grid_errors(_float32(tensor), inverse, step, seed, 0, levels.numpy())
+    return levels, highest, (squares, errors)
 
 
 def values(

@@ -35,8 +35,9 @@ def pieces(tensor: CandidateTensor, device: torch.device) -> Iterator[Tensor]:
 
 def with_levels(candidate: CandidateWeights) -> dict[str, QuantizedTensor] | None:
     """Return the weights by name if all of them have levels, else None."""
-    found = {name: tensor for name, tensor in candidate.items() if not isinstance(tensor, RoundedToGrid)}
-    return found if len(found) == len(candidate) else None
+    if not all(tensor.has_levels for tensor in candidate.values() if isinstance(tensor, RoundedToGrid)):
+        return None
+    return {n: t.begin_quantize()() if isinstance(t, RoundedToGrid) else t for n, t in candidate.items()}
 
 
 def all_zero(weights: Mapping[str, Tensor]) -> CandidateWeights:

@@ -31,6 +31,7 @@ from dynaquant.engine.tensors.codebook import (
     HIGHEST_STEP_RUNG,
     LOWEST_RUNG,
     MAX_BINS,
+    PROTECTED,
     RUNGS_PER_OCTAVE,
     Grid,
     rung_value,
@@ -55,11 +56,12 @@ def quantize_first_moment(
 ) -> Reduction[ScaledMoment | None]:
     """Return the coarsest first moment that changes the next update by at most ``tolerance``; None: store it exactly.
 
-    An infinite tolerance drops it: all values become zero. stored_second: the second moment as stored, under the name
-    ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update
-    with this second moment, on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what
-    ``first`` is of the whole tensor; ``stored_second`` is of the same elements. None: it is all of it, and no other
-    rank takes part in the decision.
+    An infinite tolerance drops it: all values become zero. first: finite with such a tolerance or a shard; otherwise
+    one with other values is stored exactly. stored_second: the second moment as stored, under the name ``second_name``. The
+    first moment is stored in units of its root. The change is the relative error of the update with this second moment,
+    on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what ``first`` is of the whole
+    tensor; ``stored_second`` is of the same elements. None: it is all of it, and no other rank takes part in the
+    decision.
     """
     if tolerance == math.inf:
         return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
@@ -70,9 +72,9 @@ def quantize_first_moment(
         steps = _native.coarsest_update(*sampled, EPSILON, rungs(0), inverses(0), tolerance)
     else:
         steps = yield from _coarsest(0, _fits_of_update(*_samples(first, stored_second, shard)), tolerance)
-    if steps is None:
+    if steps is None or (units := _units_on_grid(first, stored_second, *steps)) is None:
         return None
-    return ScaledMoment(first.dtype, _units_on_grid(first, stored_second, *steps), stored_second, second_name)
+    return ScaledMoment(first.dtype, units, stored_second, second_name)
 
 
 def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = None) -> Reduction[QuantizedTensor | None]:
@@ -168,8 +170,8 @@ def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, 
     return _native.coarsest(float(square), np.array(sums), rungs(unit), tolerance)
 
 
-def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, decoded: int) -> QuantizedTensor:
-    """Return ``_on_grid`` of a first moment in units of the root of its second moment.
+def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, decoded: int) -> QuantizedTensor | None:
+    """Return ``_on_grid`` of a first moment in units of the root of its second moment; None if it is not finite.
 
     Units of a large tensor are not kept: only its levels leave the processor's caches.
     """
@@ -178,7 +180,16 @@ def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, 
     inverse, kernel = float(np.float32(1) / rung_value(rung)), kernels.for_device(first.device)
     found = [kernel.grid_levels(units, inverse, None) for units in pieces_in_units(first, second)]
     levels = torch.cat([own for own, _ in found]) if len(found) > 1 else found[0][0]
-    return units_of_levels(levels, max(highest() for _, highest in found), first, second, decoded)
+    highest = max(wait() for _, wait in found)
+    if highest >= FIRST_BIN + MAX_BINS and not _is_finite(first, levels):
+        return None
+    return units_of_levels(levels, highest, first, second, decoded)
+
+
+def _is_finite(first: Tensor, levels: Tensor) -> bool:
+    """Whether a first moment is finite. levels: those of its units; an infinite or NaN value is an outlier."""
+    outliers = first.detach().reshape(-1)[(levels == PROTECTED).to(first.device)]
+    return bool(outliers.isfinite().all())
 
 
 def units_of_levels(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import dequantize, piece_length, pieces
 from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
+from dynaquant.engine.kernels.host import grid_levels_and_errors
 from dynaquant.engine.tensors.codebook import FIRST_BIN, MAX_BINS, Grid, rung_value
 from dynaquant.engine.tensors.shard import Shard
 
@@ -32,7 +33,11 @@ def begin_quantize(
     tensor: Tensor, rung: int, seed: int | None = None, shard: Shard | None = None
 ) -> Callable[[], QuantizedTensor]:
     """Start ``quantize`` and return a function that finishes it. A device works on in between."""
-    levels, highest = _levels(tensor, rung, seed, shard)
+    return _begun(tensor, rung, *_levels(tensor, rung, seed, shard))
+
+
+def _begun(tensor: Tensor, rung: int, levels: Tensor, highest: Callable[[], int]) -> Callable[[], QuantizedTensor]:
+    """Return a function that waits for levels and returns the quantized tensor. highest: returns the highest level."""
     copied = kernels.to_host(levels)
 
     def finish() -> QuantizedTensor:
@@ -66,22 +71,30 @@ Empty = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RoundedToGrid:
-    """A tensor as a grid would store it, to be scored: its values are computed on request, and it has no levels.
+    """A tensor as a grid would store it, to be scored: its values are computed on request.
 
     Values are the same, bit for bit, as those of the quantized tensor. float32 takes one pass over the tensor; other
     dtypes are quantized first.
 
-    read: returns the tensor, float32, float64, bfloat16 or float16. rung, seed, shard: see ``quantize``.
+    read: returns the tensor, float32, float64, bfloat16 or float16. rung, seed, shard: see ``quantize``. keeps_levels:
+    whether ``errors`` may make the levels and keep them.
     """
 
     read: Callable[[], Tensor]
     rung: int
     seed: int | None
     shard: Shard | None = None
+    keeps_levels: bool = False
+    _made: list[Callable[[], QuantizedTensor]] = field(default_factory=list)
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether ``errors`` has made the levels already."""
+        return bool(self._made)
 
     def begin_quantize(self) -> Callable[[], QuantizedTensor]:
         """Start to quantize the tensor. Return a function that finishes it."""
-        return begin_quantize(self.read(), self.rung, self.seed, self.shard)
+        return self._made[0] if self._made else begin_quantize(self.read(), self.rung, self.seed, self.shard)
 
     def values(self, empty: Empty = kernels.empty) -> Tensor:
         """Return the values, on the tensor's device. empty: makes the memory for them."""
@@ -108,19 +121,24 @@ class RoundedToGrid:
     def errors(self, exact: Tensor) -> tuple[float, float] | None:
         """Return the sum of the squares of exact values, and that of the errors; None if that takes the values.
 
-        exact: the tensor that is rounded, and float32; then values are not kept. None for any other.
+        exact: the tensor that is rounded, and float32; then values are not kept. None for any other. With
+        ``keeps_levels``, a whole tensor in host memory gets its levels in the same pass.
         """
         tensor = self.read()
         if tensor is not exact or tensor.dtype != torch.float32:
             return None
-        grid_errors = kernels.for_device(tensor.device).grid_errors
         inverse, step = _inverse(self.rung), float(rung_value(self.rung))
+        if self.keeps_levels and tensor.is_cpu and self.shard is None:
+            levels, highest, found = grid_levels_and_errors(tensor, inverse, step, self.seed)
+            self._made[:] = [_begun(tensor, self.rung, levels, lambda: highest)]
+            return found
+        grid_errors = kernels.for_device(tensor.device).grid_errors
         if self.seed is None or self.shard is None:
             return grid_errors(tensor, inverse, step, self.seed, 0)
         flat = tensor.detach().reshape(-1)
         runs = self.shard.runs if len(flat) else []
-        found = [grid_errors(flat[at : at + size], inverse, step, self.seed, first) for at, first, size in runs]
-        return sum(squares for squares, _ in found), sum(errors for _, errors in found)
+        sums = [grid_errors(flat[at : at + size], inverse, step, self.seed, first) for at, first, size in runs]
+        return sum(squares for squares, _ in sums), sum(errors for _, errors in sums)
 
     def _round(self, values: Tensor, begin: int, out: Tensor) -> None:
         """Round some values. begin: index of the first one in this part of the tensor."""

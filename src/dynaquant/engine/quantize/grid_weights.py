@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -115,16 +115,20 @@ class GridWeights:
         return choose_rungs(self.mean_squares, configuration.scale, self.previous_rungs, self.largest_steps)
 
     def candidate(self, configuration: GridConfiguration) -> dict[str, RoundedToGrid]:
-        """Return the weights as ``quantize`` would store them, to be scored; a pure function."""
-        rungs = self.rungs(configuration)
+        """Return the weights as ``quantize`` would store them, to be scored; a pure function.
+
+        The candidate that is scored last is usually chosen, so it keeps the levels that scoring by errors makes.
+        """
+        rungs, shards = self.rungs(configuration), self.shards.held
+
+        def read(name: str) -> Callable[[], Tensor]:
+            return partial(self.weights.__getitem__, name)
 
         def seed(name: str) -> int | None:
             return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
 
         return {
-            name: RoundedToGrid(
-                partial(self.weights.__getitem__, name), rungs[name], seed(name), self.shards.held.get(name)
-            )
+            name: RoundedToGrid(read(name), rungs[name], seed(name), shards.get(name), keeps_levels=not self.on_access)
             for name in self.weights
         }
 

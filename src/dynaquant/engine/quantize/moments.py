@@ -113,7 +113,12 @@ def quantize_moments(
         if are_small and (values := small.get(name)) is not None:
             return quantize_small_first_moment(values, stored, divisor, tolerance)
         shard = shard_of(name, tensor.shape)
-        if (yield from _usable(extremes_of(name), shard, alike=shard_of(divisor, stored.shape) == shard)):
+        alike = shard_of(divisor, stored.shape) == shard
+        if reduce is None and tensor.is_cpu and tolerance < math.inf:  # its levels show whether all values are finite
+            usable = alike and tensor.numel() > 0
+        else:
+            usable = yield from _usable(extremes_of(name), shard, alike=alike)
+        if usable:
             own = None if reduce is None else shard
             return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, own))
         return None
