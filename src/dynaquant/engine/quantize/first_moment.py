@@ -57,11 +57,11 @@ def quantize_first_moment(
     """Return the coarsest first moment that changes the next update by at most ``tolerance``; None: store it exactly.
 
     An infinite tolerance drops it: all values become zero. first: finite with such a tolerance or a shard; otherwise
-    one with other values is stored exactly. stored_second: the second moment as stored, under the name ``second_name``. The
-    first moment is stored in units of its root. The change is the relative error of the update with this second moment,
-    on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what ``first`` is of the whole
-    tensor; ``stored_second`` is of the same elements. None: it is all of it, and no other rank takes part in the
-    decision.
+    one with other values is stored exactly. stored_second: the second moment as stored, under the name
+    ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update
+    with this second moment, on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what
+    ``first`` is of the whole tensor; ``stored_second`` is of the same elements. None: it is all of it, and no other
+    rank takes part in the decision.
     """
     if tolerance == math.inf:
         return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
