@@ -245,9 +245,9 @@ NOTES = """\
   system, which can take longer than the save itself. The second checkpoint is restored. dynaquant conditions it on the
   first one and decodes both, and so does [moonclip](../../benchmarks/peers/managers.py). The others use only one.
 - *ratio*: raw bytes over stored bytes of this state. In a real training, dynaquant's lossy ratios are far lower
-  ([measured](failure_recovery.md)). That of `balanced` is low because its tolerance of second moments is just reached
-  at the save that is measured, so they take another form, once; that of the save before is more than twice as high.
-  *exact*: every tensor came back bit for bit. dynaquant had no metric, so its times contain no evaluations.
+  ([measured](failure_recovery.md)). The ratio of a single save can be low: where second moments
+  reach their tolerance, they take another form, once, and its first levels have no parent. *exact*: every tensor came
+  back bit for bit. dynaquant had no metric, so its times contain no evaluations.
 - Speeds are GB/s of raw state. *blocking* is the time until training may change the weights. dynaquant, moonclip and
   torch_checkpointing go on in the background. There dynaquant also reads its file back and compares it before it
   commits, which no other method does. torch_checkpointing returns before its copy is done: a forward and a backward
