@@ -71,7 +71,7 @@ def undisturbed(tmp_path_factory) -> dict:
 def step(accelerator, model, optimizer, *_) -> None:
     for _ in range(accelerator.gradient_accumulation_steps):
         with accelerator.accumulate(model):
-            accelerator.backward(model(torch.randn(8, 16)).square().mean())
+            accelerator.backward(model(torch.randn(8, 16).to(accelerator.device)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
 

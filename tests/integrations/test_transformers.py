@@ -496,7 +496,7 @@ def test_the_best_checkpoint_is_tagged_kept_and_loaded_at_the_end(tmp_path, qual
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (4.0, 10)
     assert trainer.state.best_model_checkpoint == str(run_of(tmp_path))
     for name, weight in dq.load(run_of(tmp_path), "best")["model"].items():
-        assert torch.equal(trainer.model.state_dict()[name], weight), name
+        assert torch.equal(trainer.model.state_dict()[name].cpu(), weight), name
 
 
 class Hashes(transformers.TrainerCallback):
@@ -711,7 +711,7 @@ def test_the_best_adapter_is_loaded_at_the_end(tmp_path):
     trainer.train()
     own = trainer.model.state_dict()
     best = dq.load(run_of(tmp_path), "best")["model"]
-    assert all(torch.equal(own[name], weight) for name, weight in best.items())
+    assert all(torch.equal(own[name].cpu(), weight) for name, weight in best.items())
     fresh = adapted()
     dq.load_into(fresh, run_of(tmp_path), step="best")
     assert hash_of(fresh) == hash_of(trainer.model)
@@ -882,7 +882,7 @@ def test_options_reach_the_checkpointer(tmp_path):
     assert [record.step for record in records] == [5, 10, 15, 20]
     assert steps_of(tmp_path) == [10, 20]
     assert dq.load(run_of(tmp_path))["mine"] == {"answer": 42}
-    assert torch.equal(dq.load(run_of(tmp_path))["model"]["lm_head.weight"], trainer.model.lm_head.weight)
+    assert torch.equal(dq.load(run_of(tmp_path))["model"]["lm_head.weight"], trainer.model.lm_head.weight.cpu())
     assert records[0].limit == 0.02
 
 

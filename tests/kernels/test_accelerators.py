@@ -136,6 +136,28 @@ def test_states_of_generators_of_other_devices_than_the_emulated_one_are_ignored
     assert rng.same(rng.get_state(), before)
 
 
+@emulates
+def test_a_process_that_cannot_use_an_accelerator_after_a_fork_leaves_its_generators_alone(monkeypatch):
+    before = rng.get_state()
+    monkeypatch.setattr(torch.emulated, "_is_in_bad_fork", lambda: True)
+    assert rng.ACCELERATORS not in rng.get_state()
+    rng.set_state(before)
+
+
+@accelerates
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_value_that_is_not_finite_keeps_a_moment_on_an_accelerator_exact(value, moment, tmp_path):
+    training = Training(DEVICE)
+    with dq.Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
+        training.step(2)
+        state = next(iter(training.optimizer.state.values()))
+        state[moment][7, 5] = value
+        checkpointer.save(1).result()
+        stored = next(iter(dq.load(tmp_path)["optimizer"]["state"].values()))
+    assert torch.equal(stored[moment].nan_to_num(-1.0), state[moment].cpu().nan_to_num(-1.0))
+
+
 @accelerates
 def test_a_training_on_an_accelerator_is_compressed_as_on_the_host(tmp_path):
     records = {}
@@ -377,6 +399,7 @@ def wrapped(model: nn.Module, how: str) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile imports deprecated modules
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.skipif(DEVICE in ("none", "emulated"), reason="needs an accelerator of this machine")
 @pytest.mark.parametrize("how", ["fused", "capturable", "DDP", "FSDP2", "compiled"])
 def test_a_wrapped_training_on_an_accelerator_is_saved_and_restored(how, tmp_path):

@@ -16,6 +16,7 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from where import on_cpu
 
 from dynaquant.integrations.accelerate import attach
 
@@ -36,14 +37,15 @@ def model_of() -> nn.Module:
 
 def validation_loss(model: nn.Module) -> float:
     model.eval()
-    inputs, targets = data()
+    device = next(model.parameters()).device
+    inputs, targets = (tensor.to(device) for tensor in data())
     return F.cross_entropy(model(inputs[-128:]), targets[-128:]).item()
 
 
 def accelerator_of(folder: Any, loader: str = "seedable", limit: int | None = 3, automatic: bool = True) -> Accelerator:
     """loader: "seedable", or "stateful", which remembers its position."""
     return Accelerator(
-        cpu=True,
+        cpu=on_cpu(),
         gradient_accumulation_steps=ACCUMULATED,
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=True, use_stateful_dataloader=loader == "stateful"
@@ -72,7 +74,7 @@ def say(word: str, value: Any) -> None:
 
 
 def hash_of(model: nn.Module) -> str:
-    return blake2b(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return blake2b(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
 def train(folder: str, loader: str = "seedable", kill_at: int = 0, pause: float = 0.0, **options: Any) -> None:

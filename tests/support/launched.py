@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Of ranks: each has one thread, and no accelerator, which they might have to share."""
 STARTED: list[subprocess.Popen[bytes]] = []
 
 
@@ -21,7 +22,7 @@ def launcher(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
     """Start a launcher whose ranks have imported these modules. It ends with this process."""
     process = subprocess.Popen(
         [sys.executable, LAUNCHER, *modules],
-        env=os.environ | ONE_THREAD,
+        env=os.environ | ENVIRONMENT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
@@ -52,7 +53,7 @@ def launch(
             "script": str(script),
             "ranks": ranks,
             "arguments": [str(argument) for argument in arguments],
-            "environment": os.environ | ONE_THREAD,
+            "environment": os.environ | ENVIRONMENT,
             "folder": str(Path.cwd()),
             "output": output.name,
         }
@@ -72,7 +73,7 @@ def launch_anew(script: Path, ranks: int, timeout: float, *arguments: object) ->
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with subprocess.Popen(
         [*command, script, *map(str, arguments)],
-        env=os.environ | ONE_THREAD,
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -25,12 +25,14 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from where import on_cpu
 
 from dynaquant.integrations.lightning import CheckpointIO, Training
 
 EPOCHS, STEPS_PER_EPOCH = 6, 8
 
 WARNINGS = (
+    "GPU available but not used",
     "The '.*_dataloader' does not have many workers",
     "Checkpoint directory .* exists and is not empty",
     "Experiment logs directory .* exists",
@@ -110,7 +112,7 @@ def trainer_of(
         plugin = AsyncCheckpointIO(plugin) if asynchronous else plugin
     settings = {"monitor": "val_loss", "save_last": True, **changes}
     return Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if on_cpu(devices) else "auto",
         max_epochs=epochs,
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
@@ -133,7 +135,7 @@ def fit(trainer: Trainer, module: Module | None = None, resume: str | None = "la
 
 
 def hash_of(module: nn.Module) -> str:
-    return blake2b(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+    return blake2b(b"".join(p.detach().cpu().numpy().tobytes() for p in module.parameters())).hexdigest()
 
 
 def silence() -> None:

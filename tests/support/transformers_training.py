@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import ExportableState
+from where import on_cpu
 
 from dynaquant.integrations.transformers import Trainer, get_last_checkpoint
 
@@ -60,7 +61,7 @@ def arguments(folder: Any, **changes: Any) -> TrainingArguments:
         "logging_steps": 7,  # so that saves lie between two logs
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": on_cpu(),
         "dataloader_pin_memory": False,
         "seed": 1,
     }
@@ -101,7 +102,7 @@ def say(word: str, value: Any) -> None:
 
 
 def hash_of(model: nn.Module) -> str:
-    return blake2b(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return blake2b(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
 def history_of(trainer: Any) -> list[dict[str, float]]:

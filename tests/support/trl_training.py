@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     set_seed,
 )
+from where import on_cpu
 
 WORDS = [f"w{number}" for number in range(60)]
 
@@ -113,7 +114,7 @@ SETTINGS: dict[str, Any] = {
     "logging_steps": 2,
     "report_to": [],
     "disable_tqdm": True,
-    "use_cpu": True,
+    "use_cpu": on_cpu(),
     "bf16": False,
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
