@@ -27,6 +27,7 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.features import check_features, required_features, why_unreadable
 from dynaquant.store.files import FileVersion, file_version, is_missing, is_reference, open_file
 from dynaquant.store.layout import Layout, PartFile, check_layouts, parts_from_json, parts_to_json
+from dynaquant.store.write_behind import WriteBehind
 
 FORMAT_VERSION = 1
 """The version that is written and read. A file that needs more says so in its header (``features.py``)."""
@@ -148,7 +149,7 @@ def _json(value: Any) -> bytes:
 class CheckpointWriter:
     """Writes one checkpoint into an open binary file: the streams in turn, then the header."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO | WriteBehind) -> None:
         self._file = file
         file.write(_PREAMBLE.pack(MAGIC, FORMAT_VERSION))
 

@@ -31,6 +31,7 @@ from dynaquant.store.files import add_disk_full_note, sync_parent, syncing
 from dynaquant.store.in_order import in_order
 from dynaquant.store.layout import HashOfBoxes, PartFile, Plan, box_name, layout_of, part_name
 from dynaquant.store.reading import load_boxes
+from dynaquant.store.write_behind import WriteBehind
 
 
 @dataclass(frozen=True)
@@ -142,16 +143,17 @@ def write_checkpoint(
     many tensors are encoded at a time; with more than one, some streams wait in memory (``in_order.MOST_BYTES``). The
     file need not be on the disk afterwards (``files.syncing``).
     """
-    writer = CheckpointWriter(out)
     entries = [entry for entry in draft.entries if entry.scheme.layout_number is not None]
 
     def encoded(name: str) -> tuple[Entry, bytes]:
         return encode_entry(name, tensors, labels[name], base, coder, again)
 
-    for entry, coded in in_order(encoded, tensors, threads, lambda found: len(found[1])):
-        entries.append(entry)
-        writer.add(coded)
-    writer.finish(replace(draft, entries=tuple(entries)))
+    with WriteBehind(out) as file:
+        writer = CheckpointWriter(file)
+        for entry, coded in in_order(encoded, tensors, threads, lambda found: len(found[1])):
+            entries.append(entry)
+            writer.add(coded)
+        writer.finish(replace(draft, entries=tuple(entries)))
 
 
 def verify_written(
