@@ -94,10 +94,11 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
     parallel_for(blocks.count(), [&](std::size_t b) {
         pairs.add(levels.subspan(blocks.begin(b), blocks.length(b)), parent_of(blocks.begin(b)));
     });
-    std::vector<Counts> counts(contexts);  // of every symbol in every context
+    const auto counts = cleared<Counts>(contexts);  // of every symbol in every context
     for (std::size_t source = 0; source < rows; ++source)
         for (std::size_t level = 0; level < columns; ++level)
-            counts[context_of[source]][symbol_of[source << 8 | level]] += pairs.of(source, level);
+            if (const auto count = pairs.of(source, level); count > 0)
+                counts[context_of[source]][symbol_of[source << 8 | level]] += count;
 
     const std::vector<Group> groups = grouped(counts);
     BitWriter tables;
@@ -119,12 +120,14 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
     }
     const bool certain =
         std::all_of(groups.begin(), groups.end(), [](const Group& group) { return is_certain(group.frequencies); });
-    EncoderTable table{columns, std::vector<EncoderStep>(certain ? 0 : rows * columns)};
+    const auto steps_of_pairs = cleared<EncoderStep>(certain ? 0 : rows * columns);
     for (std::size_t source = 0; source < rows && !certain; ++source)
         for (std::size_t level = 0; level < columns; ++level)
-            table.steps[source * columns + level] =
-                steps[group_of[context_of[source]] | symbol_of[source << 8 | level]];
+            if (pairs.of(source, level) > 0)
+                steps_of_pairs[source * columns + level] =
+                    steps[group_of[context_of[source]] | symbol_of[source << 8 | level]];
 
+    const EncoderTable table{columns, steps_of_pairs};
     std::vector<std::vector<std::uint8_t>> coded(blocks.count());
     parallel_for(blocks.count(), [&](std::size_t b) {
         const Bytes uncertain = certain ? Bytes{} : levels.subspan(blocks.begin(b), blocks.length(b));

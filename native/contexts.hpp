@@ -12,6 +12,15 @@
 
 namespace dynaquant::level_rans {
 
+// Returns memory that this thread keeps for the next call with the same type. It would take longer to get new pages
+// from the system for each small tensor than to code it.
+template <class T>
+std::span<T> cleared(std::size_t size) {
+    static thread_local std::vector<T> room;
+    room.assign(size, T{});
+    return room;
+}
+
 // Whether all levels are the same, for example because a moment was dropped. levels: null counts as all 0.
 bool is_uniform(const std::uint8_t* levels, std::size_t count);
 
@@ -19,7 +28,8 @@ bool is_uniform(const std::uint8_t* levels, std::size_t count);
 class PairCounts {
 public:
     // rows, columns: more than the highest level of the parent, and than the highest level.
-    PairCounts(std::size_t rows, std::size_t columns) : columns_(columns), counts_(rows * columns) {}
+    PairCounts(std::size_t rows, std::size_t columns)
+        : columns_(columns), counts_(cleared<std::uint64_t>(rows * columns)) {}
 
     // Adds a block of less than 2^32 levels. parent: as many, or null if all are 0.
     void add(std::span<const std::uint8_t> levels, const std::uint8_t* parent);
@@ -28,7 +38,7 @@ public:
 
 private:
     const std::size_t columns_;
-    std::vector<std::uint64_t> counts_;
+    std::span<std::uint64_t> counts_;
     std::mutex mutex_;
 };
 
@@ -44,6 +54,6 @@ struct Group {
 
 // Merges neighbouring contexts as long as that saves bits. counts: of every symbol in every context, at least one
 // context.
-std::vector<Group> grouped(const std::vector<Counts>& counts);
+std::vector<Group> grouped(std::span<const Counts> counts);
 
 }  // namespace dynaquant::level_rans
