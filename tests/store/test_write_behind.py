@@ -99,3 +99,20 @@ def test_after_an_error_nothing_is_being_written_any_more():
         write()
     file.close()  # as the caller does; a write would fail
     assert not any(thread.name.startswith("dynaquant-write") for thread in threading.enumerate())
+
+
+def test_when_the_interpreter_ends_bytes_stay_in_order(monkeypatch):
+    """It starts no more threads, but what they have begun goes on."""
+    file = Slow()
+    with WriteBehind(file) as behind:
+        behind.write(b"a" * WORTH_A_WRITE)
+
+        def refuse(*_):
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+        monkeypatch.setattr(behind._pool, "submit", refuse)
+        threading.Timer(0.2, file.may_write.set).start()
+        behind.write(b"b" * WORTH_A_WRITE)
+        behind.write(b"c" * WORTH_A_WRITE)
+        behind.flush()
+    assert file.getvalue() == b"".join(letter * WORTH_A_WRITE for letter in (b"a", b"b", b"c"))

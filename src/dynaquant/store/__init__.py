@@ -3,19 +3,20 @@
 The files, in reading order:
 
 - ``files.py``: checks, opens and syncs files and folders
+- ``in_order.py``: applies a function to items on several threads, in their order
 - ``flock.py``: locks that the system drops when a process dies
 - ``atomic_files.py``: writes a file or folder atomically; deletes the temporary files of killed processes
 - ``entry.py``: what a header says about one tensor
 - ``features.py``: what a reader must know to read a file
 - ``layout.py``: the parts of a checkpoint, and where the boxes of its tensors are
 - ``content.py``: reads any part of an open file, on a disk or in memory
+- ``write_behind.py``: writes to a file on a thread of its own
 - ``container.py``: one checkpoint file
 - ``out_of_memory.py``: an error that says how much memory a tensor needs
 - ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share: their names, and opening them
 - ``chain.py``: opens all files of a checkpoint (parents, parts), and retries if the writer changes the run meanwhile
 - ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files
 - ``decoding.py``: decodes one entry of a file
-- ``in_order.py``: several tensors at a time, in their order
 - ``reading.py``: decodes tensors, or boxes of them, from a file, its parts and its parents
 - ``writing.py``: encodes a checkpoint, or a part of one, to a file, and verifies the file
 - ``single_file.py``: writes a checkpoint file outside of runs

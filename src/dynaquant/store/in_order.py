@@ -62,14 +62,21 @@ def in_order(
 
 def begun(pool: ThreadPoolExecutor, work: Callable[[Item], Result], item: Item) -> Future[Result]:
     """Begin to work on an item in the pool; when the interpreter ends, which starts no more threads, do it at once."""
-    try:
-        return pool.submit(work, item)
-    except RuntimeError as error:
-        if "shutdown" not in str(error):
-            raise
+    if (future := submitted(pool, work, item)) is not None:
+        return future
     done: Future[Result] = Future()
     try:
         done.set_result(work(item))
     except BaseException as error:
         done.set_exception(error)
     return done
+
+
+def submitted(pool: ThreadPoolExecutor, work: Callable[[Item], Result], item: Item) -> Future[Result] | None:
+    """Begin to work on an item in the pool. None when the interpreter ends: it starts no more threads."""
+    try:
+        return pool.submit(work, item)
+    except RuntimeError as error:
+        if "shutdown" not in str(error):
+            raise
+    return None

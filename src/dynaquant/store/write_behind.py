@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import BinaryIO
 
-from dynaquant.store.in_order import begun
+from dynaquant.store.in_order import submitted
 
 WORTH_A_WRITE = 1 << 20
 """Bytes that are written together. A file that has no more needs no thread."""
@@ -44,22 +43,26 @@ class WriteBehind:
             return
         while self._behind > MOST_BYTES:
             self._wait()
-        self._waiting.append((begun(self._pool, self._write, self._gathered), self._size))
+        if (written := submitted(self._pool, self._file.writelines, self._gathered)) is None:
+            self._write_here()
+            return
+        self._waiting.append((written, self._size))
         self._behind += self._size
         self._gathered, self._size = [], 0
 
     def flush(self) -> None:
         """Wait until all is written, and hand it to the system. Raises the error of a write if there was one."""
+        self._write_here()
+        self._file.flush()
+
+    def _write_here(self) -> None:
+        """Write what is gathered on this thread, after all that waits."""
         while self._waiting:
             self._wait()
-        self._write(self._gathered)
+        self._file.writelines(self._gathered)
         self._gathered, self._size = [], 0
-        self._file.flush()
 
     def _wait(self) -> None:
         written, size = self._waiting.popleft()
         self._behind -= size
         written.result()
-
-    def _write(self, pieces: Sequence[bytes]) -> None:
-        self._file.writelines(pieces)
