@@ -364,7 +364,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
     described = f"Device: {device}. {sentence(machine('torch'))}"
     chosen = f"--device {arguments.device} --size {arguments.size} --steps {steps} --every {every} --crashes {crashes}"
-    command = f"python benchmarks/gpu.py {chosen} --out DIR"
+    command = f"python benchmarks/gpu.py {chosen} --out docs/results"
     together: Shown = []
 
     def show_more(new: Shown, found: dict[str, Any]) -> None:

@@ -13,17 +13,17 @@
 namespace dynaquant::level_rans {
 namespace {
 
-// A group costs as much time as coding some hundred levels. So of few levels, contexts that have less than their share of
-// them begin as one group with their neighbours. That makes streams of some thousand levels up to 0.5 % larger.
-constexpr std::uint64_t few_groups = 32, levels_of_group = 256;
+// A group costs as much time as coding some hundred levels. So of n levels, contexts with less than n divided by
+// (32 + n / 256) of them begin as one group with their neighbours. That makes some streams up to 0.4 % larger.
+constexpr std::uint64_t least_groups = 32, levels_of_group = 256;
 
 // Returns the contexts that groups begin with, before any are merged.
-std::vector<std::size_t> first_begins(std::span<const Counts> counts) {
+std::vector<std::size_t> begins_of_first_groups(std::span<const Counts> counts) {
     std::vector<std::uint64_t> sizes;
     for (const Counts& each : counts)
         sizes.push_back(std::accumulate(each.begin(), each.end(), std::uint64_t{0}));
     const auto total = std::accumulate(sizes.begin(), sizes.end(), std::uint64_t{0});
-    const std::uint64_t most = few_groups + total / levels_of_group;
+    const std::uint64_t most = least_groups + total / levels_of_group;
     const std::uint64_t share = most < counts.size() ? total / most : 0;
     std::vector<std::size_t> begins{0};
     std::uint64_t size = sizes[0];
@@ -100,39 +100,39 @@ void PairCounts::add(std::span<const std::uint8_t> levels, const std::uint8_t* p
 
 // The pair that saves most is merged first.
 std::vector<Group> grouped(std::span<const Counts> counts) {
-    struct Left {
+    struct Remaining {
         std::size_t group, joined;  // indices: of the group, and of it and the next one as one
         double saves;               // by joining them
     };
     std::vector<Group> groups;  // large, so they stay where they are
-    std::vector<Left> left;
-    const std::vector<std::size_t> begins = first_begins(counts);
+    std::vector<Remaining> remaining;
+    const std::vector<std::size_t> begins = begins_of_first_groups(counts);
     groups.reserve(2 * begins.size());
     for (std::size_t g = 0; g < begins.size(); ++g) {
         const std::size_t end = g + 1 < begins.size() ? begins[g + 1] : counts.size();
         const Group group(begins[g], sum_of(counts.subspan(begins[g], end - begins[g])));
         groups.insert(groups.end(), 2, group);
-        left.push_back({2 * g, 2 * g + 1, 0.0});
+        remaining.push_back({2 * g, 2 * g + 1, 0.0});
     }
-    const auto join = [&](std::vector<Left>::iterator at) {
+    const auto join = [&](std::vector<Remaining>::iterator at) {
         at->saves = -std::numeric_limits<double>::infinity();
-        if (at + 1 == left.end()) return;
+        if (at + 1 == remaining.end()) return;
         const Group &a = groups[at->group], &b = groups[(at + 1)->group];
         groups[at->joined] = merged(a, b);
         at->saves = a.bits + b.bits - groups[at->joined].bits;
     };
-    for (auto at = left.begin(); at != left.end(); ++at) join(at);
-    while (left.size() > 1) {
-        const auto best = std::max_element(left.begin(), left.end(),
-                                           [](const Left& a, const Left& b) { return a.saves < b.saves; });
+    for (auto at = remaining.begin(); at != remaining.end(); ++at) join(at);
+    while (remaining.size() > 1) {
+        const auto best = std::max_element(remaining.begin(), remaining.end(),
+                                           [](const Remaining& a, const Remaining& b) { return a.saves < b.saves; });
         if (best->saves < 0) break;
         std::swap(best->group, best->joined);
-        left.erase(best + 1);
+        remaining.erase(best + 1);
         join(best);
-        if (best != left.begin()) join(best - 1);
+        if (best != remaining.begin()) join(best - 1);
     }
     std::vector<Group> found;
-    for (const Left& each : left) found.push_back(groups[each.group]);
+    for (const Remaining& each : remaining) found.push_back(groups[each.group]);
     return found;
 }
 

@@ -12,8 +12,8 @@
 
 namespace dynaquant::level_rans {
 
-// Returns memory that this thread keeps for the next call with the same type. It would take longer to get new pages
-// from the system for each small tensor than to code it.
+// Returns memory that this thread keeps, valid until its next call with the same type. It would take longer to get new
+// pages from the system for each small tensor than to code it.
 template <class T>
 std::span<T> cleared(std::size_t size) {
     static thread_local std::vector<T> room;
@@ -24,7 +24,8 @@ std::span<T> cleared(std::size_t size) {
 // Whether all levels are the same, for example because a moment was dropped. levels: null counts as all 0.
 bool is_uniform(const std::uint8_t* levels, std::size_t count);
 
-// Counts pairs of a parent's level and a level. Several threads may add blocks.
+// Counts pairs of a parent's level and a level, one object at a time on a thread (see cleared). Several threads may add
+// blocks.
 class PairCounts {
 public:
     // rows, columns: more than the highest level of the parent, and than the highest level.

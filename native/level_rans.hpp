@@ -66,8 +66,8 @@ constexpr EncoderStep step_of(std::uint32_t begin, std::uint32_t frequency) {
 
 // For an encoder: the steps of all pairs of a parent's level and a level.
 struct EncoderTable {
-    std::size_t columns = 0;               // more than the highest level
-    std::span<const EncoderStep> steps;    // at parent level * columns + level
+    std::size_t columns = 0;             // more than the highest level
+    std::span<const EncoderStep> steps;  // at parent level * columns + level; not owned
 };
 
 // For a decoder: what every parent level means for the next level.

@@ -141,7 +141,10 @@ def test_a_process_that_cannot_use_an_accelerator_after_a_fork_leaves_its_genera
     before = rng.get_state()
     monkeypatch.setattr(torch.emulated, "_is_in_bad_fork", lambda: True)
     assert rng.ACCELERATORS not in rng.get_state()
+    changed = torch.Generator().manual_seed(9).get_state()
+    torch.emulated.set_rng_state(changed)
     rng.set_state(before)
+    assert torch.equal(torch.emulated.get_rng_state(), changed)
 
 
 @accelerates

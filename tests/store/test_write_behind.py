@@ -4,21 +4,26 @@ import threading
 
 import pytest
 
-from dynaquant.store.write_behind import MOST_BYTES, WORTH_A_WRITE, WriteBehind
+from dynaquant.store.write_behind import MOST_BEHIND, WORTH_A_WRITE, WriteBehind
 
 
 class Slow(io.BytesIO):
-    """A file that takes the first write only when it is told to. threads: the names of those that have written."""
+    """A file whose first write waits until it is told to go on. threads: the names of those that have written.
+
+    begun: how many writes have begun. waits: is set when the first one has.
+    """
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
-        self.may_write, self.threads, self._fails_at = threading.Event(), set[str](), fails_at
+        self.may_write, self.waits, self.threads, self._fails_at = threading.Event(), threading.Event(), set(), fails_at
         self.begun = 0
 
     def writelines(self, pieces):
-        assert self.may_write.wait(60)
-        self.threads.add(threading.current_thread().name)
         self.begun += 1
+        self.threads.add(threading.current_thread().name)
+        if self.begun == 1:
+            self.waits.set()
+            assert self.may_write.wait(60)
         if self.begun == self._fails_at:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().writelines(pieces)
@@ -54,7 +59,7 @@ def test_few_bytes_wait():
 
     def write():
         with WriteBehind(file) as behind:
-            for i in range(4 * MOST_BYTES // WORTH_A_WRITE):
+            for i in range(4 * MOST_BEHIND // WORTH_A_WRITE):
                 behind.write(bytes(WORTH_A_WRITE))
                 written.append(i)
             behind.flush()
@@ -63,10 +68,10 @@ def test_few_bytes_wait():
     writer.start()
     writer.join(0.5)
     assert writer.is_alive()
-    assert len(written) <= MOST_BYTES // WORTH_A_WRITE + 1
+    assert len(written) <= MOST_BEHIND // WORTH_A_WRITE + 1
     file.may_write.set()
     writer.join(60)
-    assert file.tell() == 4 * MOST_BYTES
+    assert file.tell() == 4 * MOST_BEHIND
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
@@ -85,20 +90,32 @@ def test_an_error_of_a_write_is_raised_at_the_latest_by_flush(fails_at):
     assert file.begun <= 3
 
 
+def test_a_write_after_one_that_has_failed_raises_its_error():
+    file = Slow(fails_at=1)
+    file.may_write.set()
+    with WriteBehind(file) as behind:
+        behind.write(bytes(WORTH_A_WRITE))
+        behind._waiting[0][0].exception(60)
+        with pytest.raises(OSError, match="No space left"):
+            behind.write(bytes(WORTH_A_WRITE))
+    assert file.begun == 1
+
+
 def test_after_an_error_nothing_is_being_written_any_more():
-    file = Slow()
+    file, before = Slow(), set(threading.enumerate())
 
     def write():
         with WriteBehind(file) as behind:
             for _ in range(5):
                 behind.write(bytes(WORTH_A_WRITE))
+            assert file.waits.wait(60)
             threading.Timer(0.2, file.may_write.set).start()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write()
-    file.close()  # as the caller does; a write would fail
-    assert not any(thread.name.startswith("dynaquant-write") for thread in threading.enumerate())
+    assert file.begun == 1
+    assert not {thread for thread in threading.enumerate() if thread.name.startswith("dynaquant-write")} - before
 
 
 def test_when_the_interpreter_ends_bytes_stay_in_order(monkeypatch):
@@ -106,6 +123,7 @@ def test_when_the_interpreter_ends_bytes_stay_in_order(monkeypatch):
     file = Slow()
     with WriteBehind(file) as behind:
         behind.write(b"a" * WORTH_A_WRITE)
+        assert file.waits.wait(60)
 
         def refuse(*_):
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")

@@ -17,5 +17,5 @@ if _CHOSEN:  # the same training must end the same twice
 
 
 def on_cpu(ranks: int = 1) -> bool:
-    """Whether a training runs on the CPU. ranks: of the training, unless a launcher says how many there are."""
+    """Whether a training runs on the CPU. ranks: of the training; a launcher's ``WORLD_SIZE`` counts if it is more."""
     return not _CHOSEN or max(ranks, int(os.environ.get("WORLD_SIZE", "1"))) > 1

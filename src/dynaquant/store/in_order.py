@@ -1,4 +1,7 @@
-"""Applies a function to items on several threads. The results come in the order of the items."""
+"""Applies a function to items on several threads. The results come in the order of the items.
+
+``begun`` and ``submitted`` also work while the interpreter ends and starts no more threads.
+"""
 
 from __future__ import annotations
 

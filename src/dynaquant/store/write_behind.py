@@ -11,14 +11,14 @@ from dynaquant.store.in_order import submitted
 
 WORTH_A_WRITE = 1 << 20
 """Bytes that are written together. A file that has no more needs no thread."""
-MOST_BYTES = 1 << 25
-"""Bytes that wait to be written; the last ones may exceed it."""
+MOST_BEHIND = 1 << 25
+"""Bytes that wait to be written before the next ones are taken."""
 
 
 class WriteBehind:
     """A file whose ``write`` returns before the bytes are written, to be used in a ``with`` block.
 
-    After the block nothing is being written any more, so the file can be closed.
+    Call ``flush`` at its end: what is not written by then is dropped. After the block the file can be closed.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -36,12 +36,12 @@ class WriteBehind:
         self._pool.shutdown(cancel_futures=True)
 
     def write(self, data: bytes) -> None:
-        """Append bytes, on the other thread. Raises the error of an earlier write if there was one."""
+        """Append bytes, on the other thread. Raises the error of an earlier write if it has failed by now."""
         self._gathered.append(data)
         self._size += len(data)
         if self._size < WORTH_A_WRITE:
             return
-        while self._behind > MOST_BYTES:
+        while self._behind > MOST_BEHIND or (self._waiting and self._waiting[0][0].done()):
             self._wait()
         if (written := submitted(self._pool, self._file.writelines, self._gathered)) is None:
             self._write_here()

@@ -140,8 +140,9 @@ def write_checkpoint(
     """Write a file: the streams of the tensors, then ``draft`` with their entries.
 
     The entries of ``draft`` in parts stay. again: it is re-coded, and others may depend on its levels. threads: how
-    many tensors are encoded at a time; with more than one, some streams wait in memory (``in_order.MOST_BYTES``). The
-    file need not be on the disk afterwards (``files.syncing``).
+    many tensors are encoded at a time. Streams wait in memory to be written (``write_behind.MOST_BEHIND``), and with
+    more than one thread also to be their turn (``in_order.MOST_BYTES``). The file need not be on the disk afterwards
+    (``files.syncing``).
     """
     entries = [entry for entry in draft.entries if entry.scheme.layout_number is not None]
 

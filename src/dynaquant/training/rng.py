@@ -40,15 +40,19 @@ def device_states(state: dict[str, Any]) -> dict[str, list[Tensor]]:
 
 
 def _accelerators() -> Iterator[tuple[str, Any, int]]:
-    """Yield type, module and number of the accelerators of this machine that have generators this process can use."""
+    """Yield type, module and number of the accelerators of this machine whose generators this process can use."""
     found = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
     for kind in dict.fromkeys(["cuda", *([] if found is None else [found.type])]):
         module: Any = getattr(torch, kind, None)
         if all(hasattr(module, name) for name in ("device_count", "get_rng_state", "set_rng_state")):
-            in_bad_fork = getattr(module, "_is_in_bad_fork", bool)()  # of a process that uses the accelerator
-            count = 0 if in_bad_fork else module.device_count()
+            count = 0 if _is_unusable_fork(module) else module.device_count()
             if count:  # PyTorch may be built for an accelerator that is not here
                 yield kind, module, count
+
+
+def _is_unusable_fork(module: Any) -> bool:
+    """Whether this process was forked from one that uses the accelerator, so PyTorch refuses to use it here."""
+    return hasattr(module, "_is_in_bad_fork") and bool(module._is_in_bad_fork())
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:

@@ -39,7 +39,7 @@ def _at_most_float32(tensor: Tensor) -> Tensor:
 
 
 def _top_bits(flat: Tensor) -> Tensor:
-    """Return the top 16 bits of each value, int16, not contiguous."""
+    """Return the top 16 bits of each value, int16. Of float32 and float64, they are not contiguous."""
     if flat.dtype in (torch.float32, torch.float64):
         return flat.to(torch.float32).view(torch.int16)[1::2]
     return flat.view(torch.int16)
