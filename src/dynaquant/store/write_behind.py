@@ -1,4 +1,4 @@
-"""Writes to a file on a thread of its own, so that the next bytes are made while the disk takes the last ones."""
+"""Writes to a file on a thread of its own, so that the next bytes are made while the system takes the last ones."""
 
 from __future__ import annotations
 
