@@ -19,7 +19,8 @@ Instructions supported_instructions() {
     static const Instructions most = [] {
         if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("popcnt")) return Instructions::plain;
         const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512vbmi");
         return wide ? Instructions::avx512 : Instructions::avx2;
     }();
     return most;

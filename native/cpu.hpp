@@ -5,11 +5,11 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DYNAQUANT_X86
 #define DYNAQUANT_AVX2 __attribute__((target("avx2,popcnt")))
-#define DYNAQUANT_AVX512 __attribute__((target("avx2,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi")))
+#define DYNAQUANT_AVX512 __attribute__((target("avx2,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")))
 #include <immintrin.h>
-#else
-#define DYNAQUANT_AVX2
 #endif
+// Marks lambdas that with_widest compiles.
+#define DYNAQUANT_INLINED __attribute__((always_inline))
 
 namespace dynaquant {
 
@@ -27,5 +27,27 @@ void limit_instructions(Instructions most);
 
 inline bool has_avx2() { return allowed_instructions() >= Instructions::avx2; }
 inline bool has_avx512() { return allowed_instructions() >= Instructions::avx512; }
+
+#ifdef DYNAQUANT_X86
+template <class Work>
+DYNAQUANT_AVX2 auto with_avx2(const Work& work) {
+    return work();
+}
+template <class Work>
+DYNAQUANT_AVX512 auto with_avx512(const Work& work) {
+    return work();
+}
+#endif
+
+// Returns work(), with the widest vectors that it may use: it is compiled once for each set of instructions. So it must
+// be marked DYNAQUANT_INLINED, and the functions with its loops always be inlined.
+template <class Work>
+auto with_widest(const Work& work) {
+#ifdef DYNAQUANT_X86
+    if (has_avx512()) return with_avx512(work);
+    if (has_avx2()) return with_avx2(work);
+#endif
+    return work();
+}
 
 }  // namespace dynaquant

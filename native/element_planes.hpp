@@ -144,34 +144,19 @@ template <class U>
 }
 
 template <class U>
-DYNAQUANT_AVX2 void split_avx2(const std::uint8_t* values, const std::uint8_t* parent, std::size_t count,
-                               const Planes<U>& planes) {
-    split_loop<U>(values, parent, count, planes);
-}
-template <class U>
-DYNAQUANT_AVX2 void join_avx2(const ConstPlanes<U>& planes, const std::uint8_t* parent, std::size_t count,
-                              std::uint8_t* values) {
-    join_loop<U>(planes, parent, count, values);
-}
-template <class U>
-DYNAQUANT_AVX2 void classes_avx2(const std::uint8_t* parent, std::size_t count, unsigned top, std::uint8_t* classes) {
-    classes_loop<U>(parent, count, top, classes);
-}
-
-template <class U>
 void split(const std::uint8_t* values, const std::uint8_t* parent, std::size_t count, const Planes<U>& planes) {
-    has_avx2() ? split_avx2<U>(values, parent, count, planes) : split_loop<U>(values, parent, count, planes);
+    with_widest([&]() DYNAQUANT_INLINED { split_loop<U>(values, parent, count, planes); });
 }
 
 // The inverse of split.
 template <class U>
 void join(const ConstPlanes<U>& planes, const std::uint8_t* parent, std::size_t count, std::uint8_t* values) {
-    has_avx2() ? join_avx2<U>(planes, parent, count, values) : join_loop<U>(planes, parent, count, values);
+    with_widest([&]() DYNAQUANT_INLINED { join_loop<U>(planes, parent, count, values); });
 }
 
 template <class U>
 void classify(const std::uint8_t* parent, std::size_t count, unsigned top, std::uint8_t* classes) {
-    has_avx2() ? classes_avx2<U>(parent, count, top, classes) : classes_loop<U>(parent, count, top, classes);
+    with_widest([&]() DYNAQUANT_INLINED { classes_loop<U>(parent, count, top, classes); });
 }
 
 }  // namespace dynaquant

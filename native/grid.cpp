@@ -108,10 +108,37 @@ float protected_value(float value) {
             if (std::abs(multiples[i]) > highest_multiple) out[i] = protected_value(values[i]);
 }
 
-// Rounds a block to the values of its levels.
-template <bool Stochastic, void store(const float*, std::size_t, float*)>
+// Writes a piece of an output.
+using Store = void (*)(const float* values, std::size_t count, float* out);
+
+void store_plain(const float* values, std::size_t count, float* out) { std::copy_n(values, count, out); }
+
+#ifdef DYNAQUANT_X86
+// Writes past the caches, into which a large output does not fit. A plain write would first read the memory.
+DYNAQUANT_AVX2 void store_past_caches(const float* values, std::size_t count, float* out) {
+    if (count < piece_size) return store_plain(values, count, out);
+    for (std::size_t i = 0; i < piece_size; i += 8) _mm256_stream_ps(out + i, _mm256_load_ps(values + i));
+}
+#endif
+
+Store store_of([[maybe_unused]] std::size_t size) {
+#ifdef DYNAQUANT_X86
+    if (has_avx2() && size >= large) return store_past_caches;
+#endif
+    return store_plain;
+}
+
+// Waits for what a thread has written past the caches.
+void finish_stores() {
+#ifdef DYNAQUANT_X86
+    _mm_sfence();
+#endif
+}
+
+// Rounds a block to the values of its levels. store: writes a piece.
+template <bool Stochastic>
 [[gnu::always_inline]] inline void round(std::span<const float> values, float inverse, float step, std::uint32_t seed,
-                                         std::size_t first, float* out) {
+                                         std::size_t first, float* out, Store store) {
     alignas(64) std::array<float, piece_size> piece;
     std::array<std::int32_t, piece_size> multiples;
     for (std::size_t done = 0; done < values.size();) {
@@ -125,16 +152,6 @@ template <bool Stochastic, void store(const float*, std::size_t, float*)>
         done += count;
     }
 }
-
-void store_plain(const float* values, std::size_t count, float* out) { std::copy_n(values, count, out); }
-
-#ifdef DYNAQUANT_X86
-// Writes past the caches, into which a large output does not fit. A plain write would first read the memory.
-DYNAQUANT_AVX2 void store_past_caches(const float* values, std::size_t count, float* out) {
-    if (count < piece_size) return store_plain(values, count, out);
-    for (std::size_t i = 0; i < piece_size; i += 8) _mm256_stream_ps(out + i, _mm256_load_ps(values + i));
-}
-#endif
 
 struct Scored {
     Errors errors;
@@ -160,18 +177,6 @@ template <bool Stochastic>
     }
     found.errors = sums.total();
     return found;
-}
-
-template <bool Stochastic>
-Scored score_plain(std::span<const float> values, float inverse, float step, std::uint32_t seed, std::size_t first,
-                   std::uint8_t* levels) {
-    return score_block<Stochastic>(values, inverse, step, seed, first, levels);
-}
-
-template <bool Stochastic>
-DYNAQUANT_AVX2 Scored score_avx2(std::span<const float> values, float inverse, float step, std::uint32_t seed,
-                                 std::size_t first, std::uint8_t* levels) {
-    return score_block<Stochastic>(values, inverse, step, seed, first, levels);
 }
 
 std::uint32_t capped(std::int32_t highest) { return static_cast<std::uint32_t>(std::min(highest, highest_level + 1)); }
@@ -218,73 +223,20 @@ std::uint32_t capped(std::int32_t highest) { return static_cast<std::uint32_t>(s
     return found;
 }
 
-GridFit fit_plain(std::span<const float> values, const double* products, const double* squares, float inverse) {
-    return fit(values, products, squares, inverse);
-}
-
-DYNAQUANT_AVX2 GridFit fit_avx2(std::span<const float> values, const double* products, const double* squares,
-                                float inverse) {
-    return fit(values, products, squares, inverse);
-}
-
-template <bool Stochastic>
-std::int32_t quantize_plain(std::span<const float> values, float inverse, std::uint32_t seed, std::size_t first,
-                            std::uint8_t* levels) {
-    return quantize<Stochastic>(values, inverse, seed, first, levels);
-}
-
-template <bool Stochastic>
-DYNAQUANT_AVX2 std::int32_t quantize_avx2(std::span<const float> values, float inverse, std::uint32_t seed,
-                                          std::size_t first, std::uint8_t* levels) {
-    return quantize<Stochastic>(values, inverse, seed, first, levels);
-}
-
-template <bool Stochastic>
-auto quantize_block() {
-    return has_avx2() ? quantize_avx2<Stochastic> : quantize_plain<Stochastic>;
-}
-
-template <bool Stochastic>
-void round_plain(std::span<const float> values, float inverse, float step, std::uint32_t seed, std::size_t first,
-                 float* out) {
-    round<Stochastic, store_plain>(values, inverse, step, seed, first, out);
-}
-
-template <bool Stochastic>
-DYNAQUANT_AVX2 void round_avx2(std::span<const float> values, float inverse, float step, std::uint32_t seed,
-                               std::size_t first, float* out) {
-    round<Stochastic, store_plain>(values, inverse, step, seed, first, out);
-}
-
-#ifdef DYNAQUANT_X86
-template <bool Stochastic>
-DYNAQUANT_AVX2 void round_past_caches(std::span<const float> values, float inverse, float step, std::uint32_t seed,
-                                      std::size_t first, float* out) {
-    round<Stochastic, store_past_caches>(values, inverse, step, seed, first, out);
-    _mm_sfence();
-}
-#endif
-
-template <bool Stochastic>
-auto round_block([[maybe_unused]] std::size_t size) {
-    if (!has_avx2()) return round_plain<Stochastic>;
-#ifdef DYNAQUANT_X86
-    if (size >= large) return round_past_caches<Stochastic>;
-#endif
-    return round_avx2<Stochastic>;
-}
-
 }  // namespace
 
 std::uint32_t grid_levels(std::span<const float> values, float inverse, std::optional<std::uint32_t> seed,
                           std::size_t first, std::span<std::uint8_t> levels) {
     const std::size_t blocks = block_count(values.size(), block_size);
     std::vector<std::int32_t> highest(blocks);
-    const auto quantize_values = seed ? quantize_block<true>() : quantize_block<false>();
     parallel_for(blocks, [&](std::size_t b) {
         const std::size_t begin = b * block_size;
         const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
-        highest[b] = quantize_values(block, inverse, seed.value_or(0), first + begin, levels.data() + begin);
+        highest[b] = with_widest([&]() DYNAQUANT_INLINED {
+            const auto quantized = levels.data() + begin;
+            return seed ? quantize<true>(block, inverse, *seed, first + begin, quantized)
+                        : quantize<false>(block, inverse, 0, first + begin, quantized);
+        });
     });
     const std::int32_t top = highest.empty() ? 0 : *std::max_element(highest.begin(), highest.end());
     return capped(top);
@@ -292,24 +244,30 @@ std::uint32_t grid_levels(std::span<const float> values, float inverse, std::opt
 
 void grid_values(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
                  std::size_t first, std::span<float> out) {
-    const auto round_values = seed ? round_block<true>(values.size()) : round_block<false>(values.size());
+    const auto store = store_of(values.size());
     parallel_for(block_count(values.size(), block_size), [&](std::size_t b) {
         const std::size_t begin = b * block_size;
         const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
-        round_values(block, inverse, step, seed.value_or(0), first + begin, out.data() + begin);
+        with_widest([&]() DYNAQUANT_INLINED {
+            const auto rounded = out.data() + begin;
+            seed ? round<true>(block, inverse, step, *seed, first + begin, rounded, store)
+                 : round<false>(block, inverse, step, 0, first + begin, rounded, store);
+        });
+        finish_stores();
     });
 }
 
 GridErrors grid_errors(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
                        std::size_t first, std::span<std::uint8_t> levels) {
-    const auto score = seed ? (has_avx2() ? score_avx2<true> : score_plain<true>)
-                            : (has_avx2() ? score_avx2<false> : score_plain<false>);
     std::vector<Scored> parts(block_count(values.size(), block_size));
     parallel_for(parts.size(), [&](std::size_t b) {
         const std::size_t begin = b * block_size;
         const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
         const auto here = levels.empty() ? nullptr : levels.data() + begin;
-        parts[b] = score(block, inverse, step, seed.value_or(0), first + begin, here);
+        parts[b] = with_widest([&]() DYNAQUANT_INLINED {
+            return seed ? score_block<true>(block, inverse, step, *seed, first + begin, here)
+                        : score_block<false>(block, inverse, step, 0, first + begin, here);
+        });
     });
     GridErrors found;
     std::int32_t highest = 0;
@@ -323,9 +281,10 @@ GridErrors grid_errors(std::span<const float> values, float inverse, float step,
 
 void grid_fits(std::span<const float> values, std::span<const double> products, std::span<const double> squares,
                std::span<const float> inverses, std::span<GridFit> fits) {
-    const auto fit_values = has_avx2() ? fit_avx2 : fit_plain;
     const auto fit_step = [&](std::size_t step) {
-        fits[step] = fit_values(values, products.data(), squares.data(), inverses[step]);
+        fits[step] = with_widest([&]() DYNAQUANT_INLINED {
+            return fit(values, products.data(), squares.data(), inverses[step]);
+        });
     };
     if (values.size() * inverses.size() >= worth_a_thread)
         parallel_for(inverses.size(), fit_step);

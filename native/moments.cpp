@@ -51,11 +51,6 @@ double sum_of(const std::array<double, lanes>& parts) {
     return found;
 }
 
-RootChanges changes_plain(std::span<const float> values, const float* decoded) { return changes(values, decoded); }
-DYNAQUANT_AVX2 RootChanges changes_avx2(std::span<const float> values, const float* decoded) {
-    return changes(values, decoded);
-}
-
 // Sets the weights of a value's update in the sums of a fit, and returns the sums of the updates themselves.
 [[gnu::always_inline]] inline Updates weigh(std::span<const float> firsts, const float* seconds, double epsilon,
                                             double* products, double* factors) {
@@ -74,15 +69,6 @@ DYNAQUANT_AVX2 RootChanges changes_avx2(std::span<const float> values, const flo
         for (std::size_t lane = 0; lane < lanes; ++lane) add(i + lane, lane);
     for (std::size_t i = whole; i < firsts.size(); ++i) add(i, i - whole);
     return {sum_of(squares), *std::max_element(largest.begin(), largest.end())};
-}
-
-Updates weigh_plain(std::span<const float> firsts, const float* seconds, double epsilon, double* products,
-                    double* factors) {
-    return weigh(firsts, seconds, epsilon, products, factors);
-}
-DYNAQUANT_AVX2 Updates weigh_avx2(std::span<const float> firsts, const float* seconds, double epsilon,
-                                  double* products, double* factors) {
-    return weigh(firsts, seconds, epsilon, products, factors);
 }
 
 // Returns how many rungs larger the step must be to restore the moment's length; none if that is too many. kept: the
@@ -157,12 +143,14 @@ int nearest_threshold(std::span<const double> found, double wanted) {
 }  // namespace
 
 RootChanges root_changes(std::span<const float> values, std::span<const float> decoded) {
-    return (has_avx2() ? changes_avx2 : changes_plain)(values, decoded.data());
+    return with_widest([&]() DYNAQUANT_INLINED { return changes(values, decoded.data()); });
 }
 
 WeighedUnits::WeighedUnits(std::span<const float> firsts, std::span<const float> seconds, double epsilon)
     : units(firsts.size()), products(firsts.size()), factors(firsts.size()) {
-    updates = (has_avx2() ? weigh_avx2 : weigh_plain)(firsts, seconds.data(), epsilon, products.data(), factors.data());
+    updates = with_widest([&]() DYNAQUANT_INLINED {
+        return weigh(firsts, seconds.data(), epsilon, products.data(), factors.data());
+    });
     divide_by_roots(firsts, seconds, units);
 }
 

@@ -77,11 +77,6 @@ template <typename Of>
     return sums.total();
 }
 
-Errors errors_plain(std::span<const float> values, const float* exact) { return errors_of_block(values, exact); }
-DYNAQUANT_AVX2 Errors errors_avx2(std::span<const float> values, const float* exact) {
-    return errors_of_block(values, exact);
-}
-
 // The bits of a float as an integer that is ordered as floats are. (Compilers vectorise extremes of integers only: those
 // of floats depend on the order if there are NaNs.) NaNs are above infinity or below minus infinity. It is its own
 // inverse.
@@ -102,9 +97,6 @@ struct Order {
     return found;
 }
 
-Order extremes_plain(std::span<const float> values) { return extremes_of_block(values); }
-DYNAQUANT_AVX2 Order extremes_avx2(std::span<const float> values) { return extremes_of_block(values); }
-
 [[gnu::always_inline]] inline std::int32_t smallest_of_block(std::span<const float> values, std::int32_t limit) {
     std::int32_t smallest = infinity;
     for (const float value : values) {  // positive floats are ordered as their bits are, negative ones are below zero
@@ -114,78 +106,22 @@ DYNAQUANT_AVX2 Order extremes_avx2(std::span<const float> values) { return extre
     return smallest;
 }
 
-std::int32_t smallest_plain(std::span<const float> values, std::int32_t limit) { return smallest_of_block(values, limit); }
-DYNAQUANT_AVX2 std::int32_t smallest_avx2(std::span<const float> values, std::int32_t limit) {
-    return smallest_of_block(values, limit);
-}
-
-Sums block_plain(std::span<const float> values) { return sums_of_block(values); }
-void tile_plain(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
-    sums_of_tile(tile, row_sums, row_stride, column_sums, itself);
-}
-void square_tile_plain(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
-    sums_of_tile(tile, row_sums, row_stride, column_sums, square);
-}
-
-DYNAQUANT_AVX2 Sums block_avx2(std::span<const float> values) { return sums_of_block(values); }
-DYNAQUANT_AVX2 void tile_avx2(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
-    sums_of_tile(tile, row_sums, row_stride, column_sums, itself);
-}
-DYNAQUANT_AVX2 void square_tile_avx2(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
-    sums_of_tile(tile, row_sums, row_stride, column_sums, square);
-}
-
 // Returns what `of` returns for each block of the values and the index where it begins. Blocks are done in parallel.
+// of: as for with_widest.
 template <typename Part, typename Of>
 std::vector<Part> by_block(std::span<const float> values, const Of& of) {
     std::vector<Part> found(block_count(values.size(), block_size));
     parallel_for(found.size(), [&](std::size_t b) {
         const std::size_t begin = b * block_size;
-        found[b] = of(values.subspan(begin, std::min(block_size, values.size() - begin)), begin);
+        const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
+        found[b] = with_widest([&]() DYNAQUANT_INLINED { return of(block, begin); });
     });
     return found;
 }
 
-}  // namespace
-
-Sums sums(std::span<const float> values) {
-    const auto of_block = has_avx2() ? block_avx2 : block_plain;
-    Sums result;
-    for (const auto& part : by_block<Sums>(values, [&](auto block, std::size_t) { return of_block(block); }))
-        result.values += part.values, result.squares += part.squares;
-    return result;
-}
-
-Errors errors(std::span<const float> values, std::span<const float> exact) {
-    const auto of_block = has_avx2() ? errors_avx2 : errors_plain;
-    const auto with_exact = [&](auto block, std::size_t begin) { return of_block(block, exact.data() + begin); };
-    Errors result;
-    for (const auto& part : by_block<Errors>(values, with_exact)) result.squares += part.squares, result.errors += part.errors;
-    return result;
-}
-
-Extremes extremes(std::span<const float> values) {
-    if (values.empty()) throw std::invalid_argument("there are no values");
-    const auto of_block = has_avx2() ? extremes_avx2 : extremes_plain;
-    Order whole;
-    for (const auto& part : by_block<Order>(values, [&](auto block, std::size_t) { return of_block(block); }))
-        whole = {std::min(whole.lowest, part.lowest), std::max(whole.highest, part.highest)};
-    if (whole.lowest < minus_infinity || whole.highest > infinity)
-        return {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::quiet_NaN()};
-    return {std::bit_cast<float>(ordered(whole.lowest)), std::bit_cast<float>(ordered(whole.highest))};
-}
-
-float smallest_from(std::span<const float> values, float limit) {
-    const auto of_block = has_avx2() ? smallest_avx2 : smallest_plain;
-    const auto bits = std::bit_cast<std::int32_t>(limit);
-    std::int32_t smallest = infinity;
-    for (const auto part : by_block<std::int32_t>(values, [&](auto block, std::size_t) { return of_block(block, bits); }))
-        smallest = std::min(smallest, part);
-    return std::bit_cast<float>(smallest);
-}
-
-static void sum_tiles(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums,
-               void (*of_tile)(const Tile&, double*, std::size_t, double*)) {
+// Sets the sums of all rows and columns of what `of` returns for each value. of: always inlined.
+template <typename Of>
+void sum_tiles(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums, const Of& of) {
     const std::size_t rows = row_sums.size(), columns = column_sums.size();
     const std::size_t down = block_count(rows, tile_rows), across = block_count(columns, tile_columns);
     std::vector<double> row_parts(rows * across), column_parts(down * columns);
@@ -193,8 +129,10 @@ static void sum_tiles(std::span<const float> values, std::span<double> row_sums,
         const std::size_t row = t / across * tile_rows, column = t % across * tile_columns;
         const Tile tile{values.data() + row * columns + column, std::min(tile_rows, rows - row),
                         std::min(tile_columns, columns - column), columns};
-        of_tile(tile, row_parts.data() + row * across + t % across, across,
-                column_parts.data() + t / across * columns + column);
+        with_widest([&]() DYNAQUANT_INLINED {
+            sums_of_tile(tile, row_parts.data() + row * across + t % across, across,
+                         column_parts.data() + t / across * columns + column, of);
+        });
     });
     for (std::size_t row = 0; row < rows; ++row) {
         row_sums[row] = 0.0;
@@ -206,13 +144,50 @@ static void sum_tiles(std::span<const float> values, std::span<double> row_sums,
             column_sums[column] += column_parts[part * columns + column];
 }
 
+}  // namespace
+
+Sums sums(std::span<const float> values) {
+    const auto of_block = [](auto block, std::size_t) DYNAQUANT_INLINED { return sums_of_block(block); };
+    Sums result;
+    for (const auto& part : by_block<Sums>(values, of_block))
+        result.values += part.values, result.squares += part.squares;
+    return result;
+}
+
+Errors errors(std::span<const float> values, std::span<const float> exact) {
+    const auto of_block = [&](auto block, std::size_t begin)
+                              DYNAQUANT_INLINED { return errors_of_block(block, exact.data() + begin); };
+    Errors result;
+    for (const auto& part : by_block<Errors>(values, of_block)) result.squares += part.squares, result.errors += part.errors;
+    return result;
+}
+
+Extremes extremes(std::span<const float> values) {
+    if (values.empty()) throw std::invalid_argument("there are no values");
+    const auto of_block = [](auto block, std::size_t) DYNAQUANT_INLINED { return extremes_of_block(block); };
+    Order whole;
+    for (const auto& part : by_block<Order>(values, of_block))
+        whole = {std::min(whole.lowest, part.lowest), std::max(whole.highest, part.highest)};
+    if (whole.lowest < minus_infinity || whole.highest > infinity)
+        return {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::quiet_NaN()};
+    return {std::bit_cast<float>(ordered(whole.lowest)), std::bit_cast<float>(ordered(whole.highest))};
+}
+
+float smallest_from(std::span<const float> values, float limit) {
+    const auto bits = std::bit_cast<std::int32_t>(limit);
+    const auto of_block = [&](auto block, std::size_t) DYNAQUANT_INLINED { return smallest_of_block(block, bits); };
+    std::int32_t smallest = infinity;
+    for (const auto part : by_block<std::int32_t>(values, of_block)) smallest = std::min(smallest, part);
+    return std::bit_cast<float>(smallest);
+}
+
 void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums) {
-    sum_tiles(values, row_sums, column_sums, has_avx2() ? tile_avx2 : tile_plain);
+    sum_tiles(values, row_sums, column_sums, itself);
 }
 
 void row_and_column_squares(std::span<const float> values, std::span<double> row_sums,
                             std::span<double> column_sums) {
-    sum_tiles(values, row_sums, column_sums, has_avx2() ? square_tile_avx2 : square_tile_plain);
+    sum_tiles(values, row_sums, column_sums, square);
 }
 
 }  // namespace dynaquant
