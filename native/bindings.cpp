@@ -355,6 +355,17 @@ void multiply_by_outer_roots(const Array<float>& values, const Array<const float
     dynaquant::multiply_by_roots(view(values), view(rows), view(columns));
 }
 
+std::uint32_t grid_levels_of_units(const Array<const float>& values, const Array<const float>& seconds,
+                                   const std::optional<Array<const float>>& columns, float inverse,
+                                   const Array<std::uint8_t>& levels) {
+    check_same_size(values.size(), seconds.size() * (columns ? columns->size() : 1));
+    check_same_size(values.size(), levels.size());
+    const nb::gil_scoped_release release;
+    if (columns)
+        return dynaquant::grid_levels_of_units(view(values), view(seconds), view(*columns), inverse, view(levels));
+    return dynaquant::grid_levels_of_units(view(values), view(seconds), inverse, view(levels));
+}
+
 std::pair<double, double> errors(const Array<const float>& values, const Array<const float>& exact) {
     check_same_size(values.size(), exact.size());
     const nb::gil_scoped_release release;
@@ -598,6 +609,10 @@ NB_MODULE(_native, m) {
           "Does what divide_by_roots does, with the outer product of rows and columns as seconds.");
     m.def("multiply_by_outer_roots", &multiply_by_outer_roots, "values"_a.noconvert(), "rows"_a.noconvert(),
           "columns"_a.noconvert(), "Does what multiply_by_roots does, with the outer product of rows and columns.");
+    m.def("grid_levels_of_units", &grid_levels_of_units, "values"_a.noconvert(), "seconds"_a.noconvert(),
+          "columns"_a.noconvert().none(), "inverse"_a, "levels"_a.noconvert(),
+          "Does what grid_levels does for what divide_by_roots fills, without a seed. columns: None, or seconds are the\n"
+          "rows of divide_by_outer_roots.");
     m.def("errors", &errors, "values"_a.noconvert(), "exact"_a.noconvert(),
           "Returns the sums of the squares of exact values, and of the differences of the values from them.");
     m.def("extremes", &extremes, "values"_a.noconvert(),

@@ -244,10 +244,19 @@ std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, st
 RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint16_t> classes,
                    std::size_t class_count) {
     RootSums found{std::vector<double>(class_count), 0};
-    for (std::size_t i = 0; i < values.size(); ++i) {
-        if (!(values[i] > 0.0f)) continue;
-        found.sums[classes[i]] += std::sqrt(static_cast<double>(values[i] / down[i]));
-        ++found.count;
+    constexpr std::size_t at_a_time = 512;
+    std::array<double, at_a_time> roots;
+    for (std::size_t begin = 0; begin < values.size(); begin += at_a_time) {
+        const std::size_t count = std::min(at_a_time, values.size() - begin);
+        with_widest([&]() DYNAQUANT_INLINED {
+            for (std::size_t i = 0; i < count; ++i)
+                roots[i] = std::sqrt(static_cast<double>(values[begin + i] / down[begin + i]));
+        });
+        for (std::size_t i = 0; i < count; ++i) {
+            if (!(values[begin + i] > 0.0f)) continue;
+            found.sums[classes[begin + i]] += roots[i];
+            ++found.count;
+        }
     }
     return found;
 }

@@ -2,16 +2,21 @@
 #include "roots.hpp"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
+#include <optional>
 
 #include "cpu.hpp"
+#include "grid.hpp"
 #include "parallel.hpp"
 
 namespace dynaquant {
 namespace {
 
 constexpr std::size_t block_size = std::size_t{1} << 16;
+constexpr std::size_t units_at_a_time = 4096;  // they stay in the fastest cache
 
 [[gnu::always_inline]] inline void divide(const float* values, const float* seconds, std::size_t count, float* out) {
     for (std::size_t i = 0; i < count; ++i) {
@@ -37,6 +42,19 @@ constexpr std::size_t block_size = std::size_t{1} << 16;
 [[gnu::always_inline]] inline void multiply_row(float* values, float row, std::span<const float> columns) {
     for (std::size_t i = 0; i < columns.size(); ++i) values[i] *= std::sqrt(row * columns[i]);
 }
+
+// Keeps the highest level that blocks have, in whatever order they end.
+class Highest {
+public:
+    void add(std::uint32_t level) {
+        std::uint32_t before = level_;
+        while (before < level && !level_.compare_exchange_weak(before, level)) {}
+    }
+    std::uint32_t level() const { return level_; }
+
+private:
+    std::atomic<std::uint32_t> level_ = 0;
+};
 
 // Calls work for each row, many at a time, in parallel. work: as for with_widest.
 template <typename Work>
@@ -81,6 +99,47 @@ void multiply_by_roots(std::span<float> values, std::span<const float> rows, std
     for_each_row(rows.size(), columns.size(), [&](std::size_t row) DYNAQUANT_INLINED {
         multiply_row(values.data() + row * columns.size(), rows[row], columns);
     });
+}
+
+std::uint32_t grid_levels_of_units(std::span<const float> values, std::span<const float> seconds, float inverse,
+                                   std::span<std::uint8_t> levels) {
+    Highest highest;
+    parallel_for(block_count(values.size(), block_size), [&](std::size_t b) {
+        std::array<float, units_at_a_time> units;
+        const std::size_t end = std::min(values.size(), (b + 1) * block_size);
+        for (std::size_t begin = b * block_size; begin < end; begin += units_at_a_time) {
+            const std::span some(units.data(), std::min(units_at_a_time, end - begin));
+            divide_by_roots(values.subspan(begin, some.size()), seconds.subspan(begin, some.size()), some);
+            highest.add(grid_levels(some, inverse, std::nullopt, begin, levels.subspan(begin, some.size())));
+        }
+    });
+    return highest.level();
+}
+
+std::uint32_t grid_levels_of_units(std::span<const float> values, std::span<const float> rows,
+                                   std::span<const float> columns, float inverse, std::span<std::uint8_t> levels) {
+    if (columns.empty()) return 0;
+    Highest highest;
+    const std::size_t step = std::max<std::size_t>(block_size / columns.size(), 1);
+    const std::size_t height = std::max<std::size_t>(units_at_a_time / columns.size(), 1);
+    parallel_for(block_count(rows.size(), step), [&](std::size_t b) {
+        std::array<float, units_at_a_time> units;
+        const std::size_t end = std::min(rows.size(), (b + 1) * step);
+        for (std::size_t row = b * step; row < end; row += height)  // some rows as a whole, or pieces of one
+            for (std::size_t column = 0; column < columns.size(); column += units_at_a_time) {
+                const auto some_rows = rows.subspan(row, std::min(height, end - row));
+                const auto some_columns = columns.subspan(column, std::min(units_at_a_time, columns.size() - column));
+                const std::size_t begin = row * columns.size() + column;
+                const std::span some(units.data(), some_rows.size() * some_columns.size());
+                with_widest([&]() DYNAQUANT_INLINED {
+                    for (std::size_t r = 0; r < some_rows.size(); ++r)
+                        divide_row(values.data() + begin + r * columns.size(), some_rows[r], some_columns,
+                                   some.data() + r * some_columns.size());
+                });
+                highest.add(grid_levels(some, inverse, std::nullopt, begin, levels.subspan(begin, some.size())));
+            }
+    });
+    return highest.level();
 }
 
 }  // namespace dynaquant

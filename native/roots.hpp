@@ -2,6 +2,7 @@
 // are the same on every machine.
 #pragma once
 
+#include <cstdint>
 #include <span>
 
 namespace dynaquant {
@@ -16,5 +17,11 @@ void multiply_by_roots(std::span<float> values, std::span<const float> seconds);
 void divide_by_roots(std::span<const float> values, std::span<const float> rows, std::span<const float> columns,
                      std::span<float> out);
 void multiply_by_roots(std::span<float> values, std::span<const float> rows, std::span<const float> columns);
+
+// Does what grid_levels does for the values that divide_by_roots returns, without a seed. Keeps none of these.
+std::uint32_t grid_levels_of_units(std::span<const float> values, std::span<const float> seconds, float inverse,
+                                   std::span<std::uint8_t> levels);
+std::uint32_t grid_levels_of_units(std::span<const float> values, std::span<const float> rows,
+                                   std::span<const float> columns, float inverse, std::span<std::uint8_t> levels);
 
 }  // namespace dynaquant

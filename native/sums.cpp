@@ -43,8 +43,8 @@ struct Tile {
     return result;
 }
 
-[[gnu::always_inline]] inline float itself(float value) { return value; }
-[[gnu::always_inline]] inline float square(float value) { return value * value; }
+constexpr auto itself = [](float value) DYNAQUANT_INLINED { return value; };
+constexpr auto square = [](float value) DYNAQUANT_INLINED { return value * value; };
 
 // Adds to column_sums; sets row_sums. Sums up what `of` returns for each value.
 template <typename Of>
@@ -119,7 +119,7 @@ std::vector<Part> by_block(std::span<const float> values, const Of& of) {
     return found;
 }
 
-// Sets the sums of all rows and columns of what `of` returns for each value. of: always inlined.
+// Sets the sums of all rows and columns of what `of`, a lambda, returns for each value.
 template <typename Of>
 void sum_tiles(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums, const Of& of) {
     const std::size_t rows = row_sums.size(), columns = column_sums.size();

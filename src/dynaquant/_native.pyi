@@ -117,6 +117,13 @@ class SmallMoments:
 
 def divide_by_roots(values: NDArray[float32], seconds: NDArray[float32], out: NDArray[float32]) -> None: ...
 def multiply_by_roots(values: NDArray[float32], seconds: NDArray[float32]) -> None: ...
+def grid_levels_of_units(
+    values: NDArray[float32],
+    seconds: NDArray[float32],
+    columns: NDArray[float32] | None,
+    inverse: float,
+    levels: NDArray[uint8],
+) -> int: ...
 def divide_by_outer_roots(
     values: NDArray[float32], rows: NDArray[float32], columns: NDArray[float32], out: NDArray[float32]
 ) -> None: ...

@@ -310,6 +310,25 @@ def test_roots_of_outer_products_are_those_of_their_values(where, shape):
         assert bits(found.cpu()) == bits(multiplied)
 
 
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 5), (40, 1700), (70_000, 2), (2, 70_000), (20, 4097), (0, 3), (3, 0)], ids=str
+)
+def test_levels_of_units_are_those_of_the_quotients(where, shape, dtype):
+    rows, columns = torch.rand(shape[0]), torch.rand(shape[1]) * 1e-3
+    seconds, values = torch.outer(rows, columns).view(-1), torch.randn(math.prod(shape)).to(dtype)
+    units = torch.empty(len(values))
+    host.divide_by_roots(values.float(), seconds, units)
+    wanted, highest = host.grid_levels(units, 0.3, None)
+    for kernel, place in ((host, "cpu"), (device, where)):
+        of_rows, of_columns = rows.to(place), columns.to(place)
+        for of in ((of_rows, of_columns), (seconds.to(place), None)):
+            levels, found = kernel.grid_levels_of_units(values.to(place), *of, 0.3)
+            assert torch.equal(levels.cpu(), wanted)
+            assert min(found(), 256) == highest()
+
+
 @pytest.mark.parametrize("size", [0, 1, 15, 17, 1000, 32_768])
 def test_changes_of_roots_are_those_of_the_formula(size):
     values, decoded = torch.rand(size).numpy(), torch.rand(size).numpy() + np.float32(1e-3)

@@ -404,6 +404,65 @@ def test_values_of_levels_are_the_centres_and_the_protected_values_in_order(dtyp
     assert np.array_equal(out, expected)
 
 
+def passes_over_values(size, random):
+    """Results of all functions that are compiled once for each set of instructions, as bytes by name."""
+    values = random.normal(0, 1, size).astype(np.float32)
+    seconds = random.random(size).astype(np.float32)
+    values[::7], seconds[::5] = 0, 0
+    inverses, fits, wide = np.array([3, 0.5], np.float32), np.empty(8), seconds.astype(np.float64)
+    levels, rounded, units = np.empty(size, np.uint8), np.empty(size, np.float32), np.empty(size, np.float32)
+    rows, columns = np.empty(size // 10), np.empty(10)
+    matrix = values[: size // 10 * 10]
+    found = {
+        "extremes": _native.extremes(values),
+        "sums": _native.sums(values),
+        "errors": _native.errors(seconds, values),
+        "smallest": _native.smallest_from(seconds, 0.25),
+        "changes": _native.root_changes(seconds, seconds + np.float32(0.1)),
+        "roots": _native.root_sums(seconds, seconds + np.float32(0.1), (levels * 0 + 3).astype(np.uint16), 5),
+        "updates": (*_native.update_fits(values, seconds, 1e-8, inverses, fits), fits.tobytes()),
+    }
+    _native.grid_fits(values, wide, wide * wide, inverses, fits)
+    found["fits"] = fits.tobytes()
+    _native.divide_by_roots(values, seconds, units)
+    found["units"] = units.tobytes()
+    _native.multiply_by_roots(units, seconds)
+    found["multiplied"] = units.tobytes()
+    found["levels of units"] = (_native.grid_levels_of_units(values, seconds, None, 0.3, levels), levels.tobytes())
+    for seed in (None, 7):
+        found["levels", seed] = (_native.grid_levels(values, 40.0, seed, 5, levels), levels.tobytes())
+        found["grid errors", seed] = (_native.grid_errors(values, 40.0, 0.025, seed, 5, levels), levels.tobytes())
+        _native.grid_values(values, 40.0, 0.025, seed, 5, rounded)
+        found["values", seed] = rounded.tobytes()
+    if len(rows):
+        _native.row_and_column_sums(matrix, rows, columns)
+        found["rows and columns"] = (rows.tobytes(), columns.tobytes())
+        found["magnitude"] = _native.tensor_magnitude(matrix, len(rows))
+    for itemsize in (2, 4, 8):
+        data, parent = (each[: size // 2 * 2].view(np.uint8) for each in (values, rounded))
+        for before in (parent, parent[:0]):
+            stream = _native.encode_lossless(data, before, itemsize)
+            decoded = np.empty_like(data)
+            _native.decode_lossless(stream, before, itemsize, decoded)
+            assert np.array_equal(decoded, data)
+            found["exact", itemsize, len(before)] = stream
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 1001, BLOCK + 100, (1 << 20) + 1])
+def test_all_instructions_give_the_same_results(size):
+    found = {}
+    try:
+        for instructions in _native.instructions():
+            _native.limit_instructions(instructions)
+            found[instructions] = passes_over_values(size, np.random.default_rng(size))
+    finally:
+        _native.limit_instructions(_native.instructions()[-1])
+    plain, *others = found.values()
+    for other in others:
+        assert [name for name in plain if plain[name] != other[name]] == []
+
+
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint16])
 @pytest.mark.parametrize("share_protected", [0, 0.001, 0.5])
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, BLOCK + 100])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.form import Coded, Form, StoredTensor, dequantize, in_pieces
+from dynaquant.engine.forms.form import Coded, Form, StoredTensor, in_pieces
 from dynaquant.engine.forms.levels import QuantizedTensor, decode_conditional, encode_conditional
 from dynaquant.engine.forms.scheme import MAX_EXPANSION, Coder, Scheme
 from dynaquant.engine.forms.schemes import RankOneFactors
@@ -37,10 +37,15 @@ class RankOne(Form):
         """The tensors of levels whose outer product its values are: rows and columns."""
         return self.rows, self.columns
 
+    @cached_property
+    def _factor_values(self) -> tuple[Tensor, Tensor]:
+        """The values of rows and columns, on the host."""
+        return self.rows.values(), self.columns.values()
+
     @property
     def is_positive(self) -> bool:
         """Whether the smallest row times the smallest column is above zero."""
-        rows, columns = self.rows.values(), self.columns.values()
+        rows, columns = self._factor_values
         if not rows.numel() or not columns.numel():
             return True
         return bool(saturating_cast(rows.min() * columns.min(), self.dtype) > 0)
@@ -58,7 +63,9 @@ class RankOne(Form):
 
         Raises ValueError as ``pieces`` does.
         """
-        rows, columns = (dequantize(factor, device) for factor in (self.rows, self.columns))
+        rows, columns = self._factor_values
+        if device != kernels.HOST:
+            rows, columns = rows.to(device), columns.to(device)
         if rows.numel() * columns.numel() != self.shape.numel():
             raise ValueError("the rows and columns are those of a tensor of another shape")
         if self.shape.numel():
@@ -66,8 +73,9 @@ class RankOne(Form):
                 yield some_rows, columns
 
     def values_at(self, indices: Tensor) -> Tensor:
-        of_rows, of_columns = _places(indices, max(self.shape[1:].numel(), 1))
-        return saturating_cast(self.rows.values()[of_rows] * self.columns.values()[of_columns], self.dtype)
+        of_rows, of_columns = places(indices, max(self.shape[1:].numel(), 1))
+        rows, columns = self._factor_values
+        return saturating_cast(rows.index_select(0, of_rows) * columns.index_select(0, of_columns), self.dtype)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - conditional
         before = parent if isinstance(parent, RankOne) else None
@@ -107,7 +115,7 @@ class RankOne(Form):
 
 
 @lru_cache(maxsize=8)
-def _places(indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def places(indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the rows and columns of elements. Tensors of one shape have the same sample, and division takes long."""
     return indices // width, indices % width
 

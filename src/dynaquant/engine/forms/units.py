@@ -103,33 +103,27 @@ def in_units(first: Tensor, second: SecondMoment) -> Tensor:
     Works piece by piece: second moments, roots and units of a large tensor would be three times its memory.
     """
     units = kernels.empty(torch.Size([first.numel()]), torch.float32, first.device)
-    for _ in _divided(first, second, units.__getitem__):
-        pass
+    kernel = kernels.for_device(first.device)
+    for part, seconds, columns in _parts(first, second, piece_length(second.shape, first.device)):
+        kernel.divide_by_roots(first.detach().reshape(-1)[part].to(torch.float32), seconds, units[part], columns)
     return units.view(first.shape)
 
 
-def pieces_in_units(first: Tensor, second: SecondMoment) -> Iterator[Tensor]:
-    """Yield ``in_units`` as flat pieces that stay in the processor's caches. The next piece overwrites the last one."""
-    kept: list[Tensor] = []
-
-    def place(part: slice) -> Tensor:
-        length = part.stop - part.start
-        if not kept or len(kept[-1]) < length:
-            kept.append(kernels.empty(torch.Size([length]), torch.float32, first.device))
-        return kept[-1][:length]
-
-    return _divided(first, second, place)
+def levels_in_units(first: Tensor, second: SecondMoment, inverse: float) -> list[tuple[Tensor, Callable[[], int]]]:
+    """Return ``Kernels.grid_levels`` of ``in_units``, piece by piece. Makes no units of a whole tensor."""
+    flat, kernel = first.detach().reshape(-1), kernels.for_device(first.device)
+    # On the host, units leave the processor's caches nowhere, so the rows and columns of a matrix make one piece.
+    size = flat.numel() if first.is_cpu and isinstance(second, RankOne) else piece_length(second.shape, first.device)
+    parts = _parts(first, second, size)
+    return [kernel.grid_levels_of_units(flat[part], rows, columns, inverse) for part, rows, columns in parts]
 
 
-def _divided(first: Tensor, second: SecondMoment, place: Callable[[slice], Tensor]) -> Iterator[Tensor]:
-    """Divide a first moment by the root of its second moment, piece by piece. place: returns the memory for a piece."""
-    flat, begin = first.detach().reshape(-1), 0
-    kernel = kernels.for_device(first.device)
-    for seconds, columns in _factors(second, piece_length(second.shape, first.device), first.device):
+def _parts(first: Tensor, second: SecondMoment, size: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield which values a piece has, and its ``_factors``."""
+    begin = 0
+    for seconds, columns in _factors(second, size, first.device):
         part = slice(begin, begin + len(seconds) * (1 if columns is None else len(columns)))
-        units = place(part)
-        kernel.divide_by_roots(flat[part].to(torch.float32), seconds, units, columns)
-        yield units
+        yield part, seconds, columns
         begin = part.stop
 
 

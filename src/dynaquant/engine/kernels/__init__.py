@@ -122,6 +122,11 @@ class Kernels(Protocol):
         correctly rounded. columns: if given, the second moments are the outer product of ``seconds`` and these.
         """
 
+    def grid_levels_of_units(
+        self, values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float
+    ) -> tuple[Tensor, Callable[[], int]]:
+        """Return ``grid_levels`` of what ``divide_by_roots`` fills, rounded to the nearest. values: of any dtype."""
+
     def multiply_by_roots(self, values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
         """Multiply values by ``sqrt(seconds)``, in place. All as for ``divide_by_roots``; ``values`` is contiguous."""
 

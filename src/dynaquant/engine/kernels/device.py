@@ -263,6 +263,14 @@ def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tenso
         out[piece].masked_fill_(root == 0, 0)
 
 
+def grid_levels_of_units(
+    values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float
+) -> tuple[Tensor, Callable[[], int]]:
+    units = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
+    divide_by_roots(values.to(torch.float32), seconds, units, columns)
+    return grid_levels(units, inverse, None)
+
+
 def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
     seconds = seconds if columns is None else outer(seconds, columns)
     for piece in _pieces(values.numel()):

@@ -167,6 +167,15 @@ def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tenso
         _native.divide_by_outer_roots(_float32(values), _float32(seconds), _float32(columns), out.numpy())
 
 
+def grid_levels_of_units(
+    values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float
+) -> tuple[Tensor, Callable[[], int]]:
+    levels = empty(torch.Size([values.numel()]), torch.uint8)
+    of_columns = None if columns is None else _float32(columns)
+    highest = _native.grid_levels_of_units(_float32(values), _float32(seconds), of_columns, inverse, levels.numpy())
+    return levels, lambda: highest
+
+
 def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
     if columns is None:
         _native.multiply_by_roots(values.numpy(), _float32(seconds))

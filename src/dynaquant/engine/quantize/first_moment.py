@@ -21,7 +21,7 @@ from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import pieces
 from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
 from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.forms.units import ScaledMoment, in_units, pieces_in_units
+from dynaquant.engine.forms.units import ScaledMoment, in_units, levels_in_units
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.log_grid import NO_OUTLIERS
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
@@ -177,8 +177,7 @@ def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, 
     """
     if not first.numel():
         return _on_grid(in_units(first, second), rung, decoded)
-    inverse, kernel = float(np.float32(1) / rung_value(rung)), kernels.for_device(first.device)
-    found = [kernel.grid_levels(units, inverse, None) for units in pieces_in_units(first, second)]
+    found = levels_in_units(first, second, float(np.float32(1) / rung_value(rung)))
     levels = torch.cat([own for own, _ in found]) if len(found) > 1 else found[0][0]
     highest = max(wait() for _, wait in found)
     if highest >= FIRST_BIN + MAX_BINS and not _is_finite(first, levels):

@@ -115,8 +115,8 @@ def threshold_for(values: NDArray[np.float32], pace: int, shard: Shard) -> Reduc
     return (yield from balanced(values, pace, GRID_TURNS, lambda: _rounded_down(values, pace, shard)))
 
 
-Down = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]
-"""The values of a sample rounded down to powers, their positions above these, and their turns."""
+Down = tuple[NDArray[np.float32], NDArray[Any], NDArray[Any]]
+"""The values of a sample rounded down to powers, their positions above these, and their turns: whole numbers."""
 
 
 def balanced(
@@ -130,7 +130,7 @@ def balanced(
     def sums(split: int | None) -> tuple[list[float], int]:
         down, positions, turn = rounded_down()
         if split is None:
-            return _native.root_sums(values, down, positions.astype(np.uint16), POSITIONS_PER_RUNG * pace)
+            return _native.root_sums(values, down, positions.astype(np.uint16, copy=False), POSITIONS_PER_RUNG * pace)
         there = positions == split
         return _native.root_sums(values[there], down[there], turn[there].astype(np.uint16), turns)
 

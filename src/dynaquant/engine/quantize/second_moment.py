@@ -14,7 +14,7 @@ from torch import Tensor
 from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.levels import QuantizedTensor
-from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.rank_one import RankOne, places
 from dynaquant.engine.quantize.log_grid import (
     NO_OUTLIERS,
     Down,
@@ -34,7 +34,7 @@ from dynaquant.engine.tensors.shard import Shard
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
 FACTOR_TURNS = 16
-"""Turns of rows or columns (``log_grid.Threshold``)."""
+"""Turns of rows or columns (``log_grid.Threshold``): a power of two."""
 SECOND_PACES = (4, 2, 1)
 """Rungs between the values of a second moment, coarsest first: 1, 1/2 and 1/4 octaves."""
 
@@ -96,10 +96,9 @@ def quantize_rank_one(
         return RankOne(tensor.dtype, tensor.shape, rows, columns)
 
     def rounded_down() -> Down:
-        width = max(math.prod(tensor.shape[1:]), 1)
-        index = held(shard).numpy() // width if longer == 0 else held(shard).numpy() % width
-        of_sample = _local_levels(classes, axes[longer])[index].astype(np.int32)
-        return sample_stored(stored(), shard), of_sample // FACTOR_TURNS, of_sample % FACTOR_TURNS
+        index = places(held(shard), max(math.prod(tensor.shape[1:]), 1))[longer].numpy()
+        of_sample = _local_levels(classes, axes[longer]).take(index)
+        return sample_stored(stored(), shard), of_sample // FACTOR_TURNS, of_sample & (FACTOR_TURNS - 1)
 
     # The longer factor is rounded down so far. As many of its values go up as keep the length of updates.
     threshold = (yield from balanced(values, FACTOR_PACE, FACTOR_TURNS, rounded_down)).value
