@@ -165,10 +165,11 @@ std::pair<double, float> update_fits(const Array<const float>& firsts, const Arr
     return {updates.squares, updates.largest};
 }
 
-std::tuple<bool, double, std::size_t> root_changes(const Array<const float>& values, const Array<const float>& decoded) {
+std::tuple<bool, double, std::size_t> root_changes(const Array<const float>& values, const Array<const float>& decoded,
+                                                    float negligible) {
     check_same_size(values.size(), decoded.size());
     const nb::gil_scoped_release release;
-    const auto found = dynaquant::root_changes(view(values), view(decoded));
+    const auto found = dynaquant::root_changes(view(values), view(decoded), negligible);
     return {found.unusable, found.squares, found.count};
 }
 
@@ -223,9 +224,9 @@ using Bins = std::pair<int, int>;
 Bins pair_of(dynaquant::LogBins bins) { return {bins.first, bins.bins}; }
 
 std::optional<Bins> log_bins(float smallest, float largest, const Table<const std::int16_t>& positions, int pace,
-                             int threshold, int turns) {
+                             int threshold, int turns, float negligible) {
     if (pace < 1 || turns < 1) throw std::invalid_argument("the pace or the number of turns is less than 1");
-    const auto found = dynaquant::log_bins(smallest, largest, {view(positions), pace, threshold, turns});
+    const auto found = dynaquant::log_bins(smallest, largest, {view(positions), pace, threshold, turns}, negligible);
     if (!found) return std::nullopt;
     return pair_of(*found);
 }
@@ -234,13 +235,13 @@ std::optional<std::pair<Bins, Bins>> rank_one(const Array<const double>& row_sum
                                               const Array<const double>& column_sums,
                                               const Table<const std::int16_t>& positions,
                                               const Array<std::uint8_t>& rows, const Array<std::uint8_t>& columns,
-                                              const Array<std::uint16_t>& classes) {
+                                              const Array<std::uint16_t>& classes, float negligible) {
     check_same_size(row_sums.size(), rows.size());
     check_same_size(column_sums.size(), columns.size());
     check_same_size(classes.size(), std::max(rows.size(), columns.size()));
     if (!row_sums.size() || !column_sums.size()) throw std::invalid_argument("there are no values");
     const auto found = dynaquant::rank_one(view(row_sums), view(column_sums), view(positions), view(rows), view(columns),
-                                           view(classes));
+                                           view(classes), negligible);
     if (!found) return std::nullopt;
     return std::pair{pair_of(found->rows), pair_of(found->columns)};
 }
@@ -254,13 +255,14 @@ std::optional<Bins> round_up(const Array<std::uint8_t>& levels, Bins bins, const
 }
 
 std::pair<std::vector<double>, std::size_t> root_sums(const Array<const float>& values, const Array<const float>& down,
-                                                      const Array<const std::uint16_t>& classes, std::size_t count) {
+                                                      const Array<const std::uint16_t>& classes, std::size_t count,
+                                                      float negligible) {
     check_same_size(values.size(), down.size());
     check_same_size(values.size(), classes.size());
     const auto all = view(classes);
     if (std::any_of(all.begin(), all.end(), [&](std::uint16_t one) { return one >= count; }))
         throw std::invalid_argument("a class is too large");
-    auto found = dynaquant::root_sums(view(values), view(down), view(classes), count);
+    auto found = dynaquant::root_sums(view(values), view(down), view(classes), count, negligible);
     return {std::move(found.sums), found.count};
 }
 
@@ -276,9 +278,9 @@ int first_turn(const Array<const double>& sums, double rest, int pace) {
 // The tables that moments of small tensors are quantized with. It keeps the arrays.
 class SmallMoments {
 public:
-    SmallMoments(Table<const std::int16_t> positions, std::vector<int> paces, double epsilon,
-                 const Array<const std::int32_t>& rungs, const Array<const float>& inverses)
-        : positions_(std::move(positions)), paces_(std::move(paces)), epsilon_(epsilon) {
+    SmallMoments(Table<const std::int16_t> positions, std::vector<int> paces, const Array<const std::int32_t>& rungs,
+                 const Array<const float>& inverses)
+        : positions_(std::move(positions)), paces_(std::move(paces)) {
         check_same_size(rungs.size(), inverses.size());
         rungs_.assign(rungs.data(), rungs.data() + rungs.size());
         inverses_.assign(inverses.data(), inverses.data() + inverses.size());
@@ -286,12 +288,12 @@ public:
 
     // None; the bins of rows and of columns; or a pace and the bins of levels.
     std::variant<nb::object, std::pair<Bins, Bins>, std::pair<int, Bins>> second(
-        const Array<const float>& values, double tolerance, const Array<std::uint8_t>& rows,
+        const Array<const float>& values, double tolerance, float negligible, const Array<std::uint8_t>& rows,
         const Array<std::uint8_t>& columns, const Array<std::uint8_t>& levels) const {
         check_same_size(values.size(), levels.size());
         if (rows.size() != 0) check_same_size(values.size(), rows.size() * columns.size());
-        const auto found = dynaquant::small_second_moment(view(values), tolerance, view(positions_), paces_, view(rows),
-                                                          view(columns), view(levels));
+        const auto found = dynaquant::small_second_moment(view(values), tolerance, negligible, view(positions_), paces_,
+                                                          view(rows), view(columns), view(levels));
         if (const auto* factors = std::get_if<dynaquant::RankOneBins>(&found))
             return std::pair{pair_of(factors->rows), pair_of(factors->columns)};
         if (const auto* grid = std::get_if<dynaquant::OnLogGrid>(&found)) return std::pair{grid->pace, pair_of(grid->bins)};
@@ -302,13 +304,13 @@ public:
     std::optional<std::pair<int, std::uint32_t>> first(
         const Array<const float>& values, const Array<const std::uint8_t>& second, int first_of_second,
         const std::optional<Array<const std::uint8_t>>& columns, int first_of_columns, int pace, double tolerance,
-        const Array<std::uint8_t>& levels) const {
+        double epsilon, float zero, const Array<std::uint8_t>& levels) const {
         check_same_size(values.size(), levels.size());
         check_same_size(values.size(), second.size() * (columns ? columns->size() : 1));
         std::optional<dynaquant::Powers> across;
         if (columns) across = {view(*columns), pace, first_of_columns};
         const auto found = dynaquant::small_first_moment(view(values), {view(second), pace, first_of_second}, across,
-                                                         tolerance, epsilon_, rungs_, inverses_, view(levels));
+                                                         tolerance, epsilon, zero, rungs_, inverses_, view(levels));
         if (!found) return std::nullopt;
         return std::pair{found->grid.decoded, found->highest};
     }
@@ -316,7 +318,6 @@ public:
 private:
     Table<const std::int16_t> positions_;
     std::vector<int> paces_;
-    double epsilon_;
     std::vector<std::int32_t> rungs_;
     std::vector<float> inverses_;
 };
@@ -544,9 +545,9 @@ NB_MODULE(_native, m) {
           "Fills what grid_fits does for first moments in units of the roots of second moments, weighted as updates\n"
           "m / (sqrt(v) + epsilon) are. Returns the sum of the squares of updates and the largest magnitude of a first\n"
           "moment.");
-    m.def("root_changes", &root_changes, "values"_a.noconvert(), "decoded"_a.noconvert(),
-          "Returns of the values above zero: whether one is decoded to zero or infinity, the sum of\n"
-          "(sqrt(value / decoded) - 1)², and how many there are.");
+    m.def("root_changes", &root_changes, "values"_a.noconvert(), "decoded"_a.noconvert(), "negligible"_a,
+          "Returns of the values above zero, but for those that are negligible before and after: whether one is decoded\n"
+          "to zero or infinity, the sum of (sqrt(value / decoded) - 1)², and how many there are.");
     m.def("matrix_magnitude", &matrix_magnitude, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(),
           "Returns the mean square of a matrix without outliers, and the root mean square of its small rows or columns.\n"
           "row_sums, column_sums: of squares. ValueError: all are zero.");
@@ -564,12 +565,12 @@ NB_MODULE(_native, m) {
           "rungs"_a.noconvert(), "inverses"_a.noconvert(), "tolerance"_a,
           "Returns what coarsest does with the sums of update_fits, but computes no more of them than necessary.");
     m.def("log_bins", &log_bins, "smallest"_a, "largest"_a, "positions"_a.noconvert(), "pace"_a, "threshold"_a,
-          "turns"_a,
+          "turns"_a, "negligible"_a,
           "Returns the first exponent and the number of the bins that hold all values between these two; None if that\n"
-          "takes too many levels. smallest: of the values that are not zero. positions: as for rank_one. threshold,\n"
-          "turns: log_grid.Threshold.");
+          "takes too many levels. Negligible values may be below the first bin. smallest: of the values that are not zero.\n"
+          "positions: as for rank_one. threshold, turns: log_grid.Threshold.");
     m.def("rank_one", &rank_one, "row_sums"_a.noconvert(), "column_sums"_a.noconvert(), "positions"_a.noconvert(),
-          "rows"_a.noconvert(), "columns"_a.noconvert(), "classes"_a.noconvert(),
+          "rows"_a.noconvert(), "columns"_a.noconvert(), "classes"_a.noconvert(), "negligible"_a,
           "Fills the levels of factors whose outer product has these sums. The longer one (of equal ones, the rows) is\n"
           "rounded down, and its classes, 256 at most, are filled, for round_up. positions: on the ladder, of each\n"
           "bucket, in sixteenths of a rung. Returns the first exponent and the number of bins of the rows, and the same\n"
@@ -577,8 +578,9 @@ NB_MODULE(_native, m) {
     m.def("round_up", &round_up, "levels"_a.noconvert(), "bins"_a, "classes"_a.noconvert(), "threshold"_a,
           "Rounds levels up whose class is at least the threshold. Returns the new bins; None if there are too many.");
     m.def("root_sums", &root_sums, "values"_a.noconvert(), "down"_a.noconvert(), "classes"_a.noconvert(), "count"_a,
-          "Returns the sum of sqrt(value / down) of each class, and how many values are above zero. ValueError: a class\n"
-          "is not less than count.");
+          "negligible"_a,
+          "Returns the sum of sqrt(value / down) of each class, and how many values are not negligible. ValueError: a\n"
+          "class is not less than count.");
     m.def("balance", &balance, "sums"_a.noconvert(), "count"_a, "pace"_a,
           "Returns the threshold of rounding, in positions, at which updates are as long as before on average; the\n"
           "position whose values go up by turns, or None; and the sum of sqrt(value / rounded) that these need. sums,\n"
@@ -586,18 +588,20 @@ NB_MODULE(_native, m) {
     m.def("first_turn", &first_turn, "sums"_a.noconvert(), "rest"_a, "pace"_a,
           "Returns the turn from which on values at the split position go up. sums: of root_sums, by turn.");
     nb::class_<SmallMoments>(m, "SmallMoments", "Quantizes moments of small tensors, each in one call.")
-        .def(nb::init<Table<const std::int16_t>, std::vector<int>, double, const Array<const std::int32_t>&,
+        .def(nb::init<Table<const std::int16_t>, std::vector<int>, const Array<const std::int32_t>&,
                       const Array<const float>&>(),
-             "positions"_a.noconvert(), "paces"_a, "epsilon"_a, "rungs"_a.noconvert(), "inverses"_a.noconvert(),
+             "positions"_a.noconvert(), "paces"_a, "rungs"_a.noconvert(), "inverses"_a.noconvert(),
              "positions: as for rank_one. paces: of the grids to try, coarsest first.")
-        .def("second", &SmallMoments::second, "values"_a.noconvert(), "tolerance"_a, "rows"_a.noconvert(),
+        .def("second", &SmallMoments::second, "values"_a.noconvert(), "tolerance"_a, "negligible"_a, "rows"_a.noconvert(),
              "columns"_a.noconvert(), "levels"_a.noconvert(),
              "Fills rows and columns, and returns their bins; or fills levels, and returns their pace and bins; or\n"
              "returns None: store it exactly. rows, columns: empty if it is no matrix.")
         .def("first", &SmallMoments::first, "values"_a.noconvert(), "second"_a.noconvert(), "first_of_second"_a,
-             "columns"_a.none().noconvert(), "first_of_columns"_a, "pace"_a, "tolerance"_a, "levels"_a.noconvert(),
+             "columns"_a.none().noconvert(), "first_of_columns"_a, "pace"_a, "tolerance"_a, "epsilon"_a,
+             "zero"_a, "levels"_a.noconvert(),
              "Fills levels, and returns the rung that decodes them, and the highest level; None: store it exactly.\n"
-             "second, columns: levels of the second moment's rows and columns, or of all values and None.");
+             "second, columns: levels of the second moment's rows and columns, or of all values and None. zero: larger\n"
+             "values may not be divided by zero.");
     m.def("sums", &sums, "values"_a.noconvert(),
           "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
     m.def("divide_by_roots", &divide_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(), "out"_a.noconvert(),

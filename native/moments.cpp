@@ -28,11 +28,12 @@ double sum_of(const std::array<double, lanes>& parts) {
     return sum;
 }
 
-[[gnu::always_inline]] inline RootChanges changes(std::span<const float> values, const float* decoded) {
+[[gnu::always_inline]] inline RootChanges changes(std::span<const float> values, const float* decoded,
+                                                  float negligible) {
     std::array<double, lanes> squares{};
     std::array<std::size_t, lanes> counts{}, unusable{};
     const auto add = [&](std::size_t i, std::size_t lane) {
-        const bool counted = values[i] > 0.0f;
+        const bool counted = values[i] > negligible || (values[i] > 0.0f && decoded[i] > negligible);
         const double change = std::sqrt(static_cast<double>(values[i] / decoded[i])) - 1.0;
         squares[lane] += counted ? change * change : 0.0;
         counts[lane] += counted;
@@ -91,13 +92,24 @@ int floor_division(int dividend, int divisor) {
     return dividend / divisor - (dividend % divisor < 0);
 }
 
-// classes: empty, or set for each value.
-std::optional<LogBins> factor(std::span<const double> sums, double length, double root, const Rounding& rounding,
-                              std::span<std::uint8_t> levels, std::span<std::uint16_t> classes) {
-    std::vector<float> values(sums.size());
-    std::transform(sums.begin(), sums.end(), values.begin(),
-                   [&](double sum) { return static_cast<float>(sum / length / root); });
-    const auto bins = log_bins(smallest_from(values, smallest_power), extremes(values).highest, rounding);
+// The rows or columns of a rank-one form before they are rounded.
+struct Factor {
+    Factor(std::span<const double> sums, double length, double root) : values(sums.size()) {
+        std::transform(sums.begin(), sums.end(), values.begin(),
+                       [&](double sum) { return static_cast<float>(sum / length / root); });
+        largest = extremes(values).highest;
+    }
+
+    std::vector<float> values;
+    float largest;
+};
+
+// classes: empty, or set for each value. negligible: of products with the other factor.
+std::optional<LogBins> rounded(const Factor& factor, const Factor& other, const Rounding& rounding,
+                               std::span<std::uint8_t> levels, std::span<std::uint16_t> classes, float negligible) {
+    const std::vector<float>& values = factor.values;
+    const auto bins =
+        log_bins(smallest_from(values, smallest_power), factor.largest, rounding, negligible / other.largest);
     if (!bins) return bins;
     log_levels(values, 1, *bins, rounding, levels);
     for (std::size_t i = 0; i < classes.size(); ++i) {
@@ -142,8 +154,8 @@ int nearest_threshold(std::span<const double> found, double wanted) {
 
 }  // namespace
 
-RootChanges root_changes(std::span<const float> values, std::span<const float> decoded) {
-    return with_widest([&]() DYNAQUANT_INLINED { return changes(values, decoded.data()); });
+RootChanges root_changes(std::span<const float> values, std::span<const float> decoded, float negligible) {
+    return with_widest([&]() DYNAQUANT_INLINED { return changes(values, decoded.data(), negligible); });
 }
 
 WeighedUnits::WeighedUnits(std::span<const float> firsts, std::span<const float> seconds, double epsilon)
@@ -205,8 +217,10 @@ std::uint16_t Rounding::position_of(std::size_t bucket) const {
     return static_cast<std::uint16_t>(position - floor_division(position, whole) * whole);
 }
 
-std::optional<LogBins> log_bins(float smallest, float largest, const Rounding& rounding) {
-    if (!(largest >= smallest_power)) return LogBins{};
+std::optional<LogBins> log_bins(float smallest, float largest, const Rounding& rounding, float negligible) {
+    if (bucket_of(largest) == 0) return LogBins{};  // not by floats: processors may treat subnormal ones as zero
+    // Rounding may make a value up to twice as large. It is to be negligible also then.
+    smallest = std::max(smallest, std::min(negligible / 4, largest));
     const int first = rounding.exponent(bucket_of(smallest), 0);
     const int last = rounding.exponent(bucket_of(largest), rounding.turns - 1);
     if (last - first + 1 > max_bins) return std::nullopt;
@@ -221,7 +235,8 @@ void log_levels(std::span<const float> values, std::size_t width, LogBins bins, 
         const int turn = in_turns ? rounding.turn_of(bucket, i / width, values.size() / width) : 0;
         levels[i] = (bucket & 0x7FFF) == 0
                         ? level_pruned
-                        : static_cast<std::uint8_t>(rounding.exponent(bucket, turn) - bins.first + first_bin);
+                        : static_cast<std::uint8_t>(std::max(rounding.exponent(bucket, turn), bins.first) - bins.first +
+                                                    first_bin);
     }
 }
 
@@ -242,7 +257,7 @@ std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, st
 }
 
 RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint16_t> classes,
-                   std::size_t class_count) {
+                   std::size_t class_count, float negligible) {
     RootSums found{std::vector<double>(class_count), 0};
     constexpr std::size_t at_a_time = 512;
     std::array<double, at_a_time> roots;
@@ -253,7 +268,7 @@ RootSums root_sums(std::span<const float> values, std::span<const float> down, s
                 roots[i] = std::sqrt(static_cast<double>(values[begin + i] / down[begin + i]));
         });
         for (std::size_t i = 0; i < count; ++i) {
-            if (!(values[begin + i] > 0.0f)) continue;
+            if (!(values[begin + i] > negligible)) continue;
             found.sums[classes[begin + i]] += roots[i];
             ++found.count;
         }
@@ -294,7 +309,7 @@ int first_turn(std::span<const double> sums, double rest, int pace) {
 
 std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<const double> column_sums,
                                     Positions positions, std::span<std::uint8_t> rows, std::span<std::uint8_t> columns,
-                                    std::span<std::uint16_t> classes) {
+                                    std::span<std::uint16_t> classes, float negligible) {
     const double height = static_cast<double>(row_sums.size()), width = static_cast<double>(column_sums.size());
     double total = 0.0;
     for (const double sum : row_sums) total += sum / width;
@@ -303,8 +318,9 @@ std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<
     const Rounding nearest = Rounding::nearest(positions, 1), down = Rounding::down(positions, 1, factor_turns);
     const bool by_rows = rows.size() >= columns.size();
     const std::span<std::uint16_t> none, of_rows = by_rows ? classes : none, of_columns = by_rows ? none : classes;
-    const auto row_bins = factor(row_sums, width, root, by_rows ? down : nearest, rows, of_rows);
-    const auto column_bins = factor(column_sums, height, root, by_rows ? nearest : down, columns, of_columns);
+    const Factor by_row(row_sums, width, root), by_column(column_sums, height, root);
+    const auto row_bins = rounded(by_row, by_column, by_rows ? down : nearest, rows, of_rows, negligible);
+    const auto column_bins = rounded(by_column, by_row, by_rows ? nearest : down, columns, of_columns, negligible);
     if (!row_bins || !column_bins) return std::nullopt;
     return RankOneBins{*row_bins, *column_bins};
 }

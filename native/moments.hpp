@@ -14,16 +14,16 @@
 
 namespace dynaquant {
 
-// How decoded second moments change 1 / sqrt(v), over the values that are not zero. If a decoded value of these is zero
-// or infinite, the sum counts for nothing.
+// How decoded second moments change 1 / sqrt(v), over the values that are not zero. Values that are negligible before and
+// after count as zero. If a decoded value of the others is zero or infinite, the sum counts for nothing.
 struct RootChanges {
     bool unusable = false;
     double squares = 0.0;  // Σ (sqrt(v / decoded) - 1)²
     std::size_t count = 0;
 };
 
-// decoded: as many as values.
-RootChanges root_changes(std::span<const float> values, std::span<const float> decoded);
+// decoded: as many as values. negligible: the divisor of an update is the optimizer's epsilon up to so large a value.
+RootChanges root_changes(std::span<const float> values, std::span<const float> decoded, float negligible);
 
 struct Updates {
     double squares = 0.0;  // Σ update²
@@ -92,11 +92,12 @@ struct LogBins {
     int first = 0, bins = 0;
 };
 
-// Returns the bins that hold all values between these two, and zero; none if that takes too many levels. smallest: of the
-// values that are not zero.
-std::optional<LogBins> log_bins(float smallest, float largest, const Rounding& rounding);
+// Returns the bins that hold all values between these two, and zero; none if that takes too many levels. The first bin may
+// be above the smallest value, but only so far that it is negligible, too. smallest: of the values that are not zero.
+std::optional<LogBins> log_bins(float smallest, float largest, const Rounding& rounding, float negligible);
 
-// Sets the level of each value. values: not negative, within the bins, all of a tensor. width: of its rows.
+// Sets the level of each value. Values below the first bin are raised to it. values: not negative, not above the bins, all of
+// a tensor. width: of its rows.
 void log_levels(std::span<const float> values, std::size_t width, LogBins bins, const Rounding& rounding,
                 std::span<std::uint8_t> levels);
 
@@ -110,16 +111,17 @@ constexpr int factor_turns = 16;
 // Sets the levels of factors whose outer product has these sums of rows and columns: row mean × column mean / mean.
 // The longer factor (of equal ones, the rows) is rounded down, and its classes are set, as many as it has levels; the
 // other one is rounded to the nearest power. Returns none if all values are zero, or if there are too many levels.
+// negligible: of their products.
 std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<const double> column_sums,
                                     Positions positions, std::span<std::uint8_t> rows, std::span<std::uint8_t> columns,
-                                    std::span<std::uint16_t> classes);
+                                    std::span<std::uint16_t> classes, float negligible);
 
 // Rounds levels up that were rounded down, where their class is at least the threshold (balanced_threshold). Returns the new
 // bins, or none if there are too many.
 std::optional<LogBins> round_up(std::span<std::uint8_t> levels, LogBins bins, std::span<const std::uint16_t> classes,
                                 int threshold);
 
-// How many steps a second moment allows: sums[c] is Σ sqrt(v / down) over the values above zero of class c.
+// How many steps a second moment allows: sums[c] is Σ sqrt(v / down) over the values of class c that are not negligible.
 struct RootSums {
     std::vector<double> sums;
     std::size_t count = 0;
@@ -127,7 +129,7 @@ struct RootSums {
 
 // down, classes: of each value. class_count: more than every class.
 RootSums root_sums(std::span<const float> values, std::span<const float> down, std::span<const std::uint16_t> classes,
-                   std::size_t class_count);
+                   std::size_t class_count, float negligible);
 
 // The threshold at which updates are as long as before on average: the mean of sqrt(v / rounded) is 1. Rounding to the
 // nearest power would freeze a moment that is restored again and again before it has moved by half a pace. threshold: in

@@ -50,32 +50,33 @@ std::vector<float> product_of(std::span<const std::uint8_t> rows, std::span<cons
 
 // Returns the threshold of balance, in turns. down: values rounded down. position_of, turn_of: by the index of a value.
 template <class PositionOf, class TurnOf>
-int balanced_threshold(std::span<const float> values, std::span<const float> down, int pace, int turns,
+int balanced_threshold(std::span<const float> values, std::span<const float> down, int pace, int turns, float negligible,
                        const PositionOf& position_of, const TurnOf& turn_of) {
     std::vector<std::uint16_t> classes(values.size());
     for (std::size_t i = 0; i < values.size(); ++i) classes[i] = static_cast<std::uint16_t>(position_of(i));
-    const auto sums = root_sums(values, down, classes, static_cast<std::size_t>(pace * positions_per_rung));
+    const auto sums = root_sums(values, down, classes, static_cast<std::size_t>(pace * positions_per_rung), negligible);
     const Balance found = balance(sums.sums, static_cast<double>(sums.count), pace);
     if (!found.split) return found.threshold * turns;
     std::vector<double> of_turns(static_cast<std::size_t>(turns));
     for (std::size_t i = 0; i < values.size(); ++i)
-        if (values[i] > 0.0f && classes[i] == *found.split)
+        if (values[i] > negligible && classes[i] == *found.split)
             of_turns[static_cast<std::size_t>(turn_of(i))] += std::sqrt(static_cast<double>(values[i] / down[i]));
     return found.threshold * turns + first_turn(of_turns, found.rest, pace);
 }
 
 std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std::span<const double> row_sums,
-                                             std::span<const double> column_sums, Positions positions,
-                                             std::span<std::uint8_t> rows, std::span<std::uint8_t> columns) {
+                                             std::span<const double> column_sums, float negligible,
+                                             Positions positions, std::span<std::uint8_t> rows,
+                                             std::span<std::uint8_t> columns) {
     const bool by_rows = rows.size() >= columns.size();
     const auto longer = by_rows ? rows : columns;
     std::vector<std::uint16_t> of_longer(longer.size());
-    auto bins = rank_one(row_sums, column_sums, positions, rows, columns, of_longer);
+    auto bins = rank_one(row_sums, column_sums, positions, rows, columns, of_longer, negligible);
     if (!bins) return bins;
     const auto class_of = [&](std::size_t i) { return of_longer[by_rows ? i / columns.size() : i % columns.size()]; };
     const int threshold = balanced_threshold(
-        values, product_of(rows, columns, *bins), 1, factor_turns, [&](std::size_t i) { return class_of(i) / factor_turns; },
-        [&](std::size_t i) { return class_of(i) % factor_turns; });
+        values, product_of(rows, columns, *bins), 1, factor_turns, negligible,
+        [&](std::size_t i) { return class_of(i) / factor_turns; }, [&](std::size_t i) { return class_of(i) % factor_turns; });
     LogBins& of_bins = by_rows ? bins->rows : bins->columns;
     const auto raised = round_up(longer, of_bins, of_longer, threshold);
     if (!raised) return std::nullopt;
@@ -85,7 +86,7 @@ std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std:
 
 }  // namespace
 
-SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, Positions positions,
+SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, float negligible, Positions positions,
                                      std::span<const int> paces, std::span<std::uint8_t> rows,
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels) {
     const Extremes found = extremes(values);
@@ -93,37 +94,38 @@ SecondMomentForm small_second_moment(std::span<const float> values, double toler
     if (!rows.empty()) {
         std::vector<double> row_sums(rows.size()), column_sums(columns.size());
         row_and_column_sums(values, row_sums, column_sums);
-        if (const auto bins = balanced_rank_one(values, row_sums, column_sums, positions, rows, columns))
-            if (is_good(root_changes(values, product_of(rows, columns, *bins)), tolerance)) return *bins;
+        if (const auto bins = balanced_rank_one(values, row_sums, column_sums, negligible, positions, rows, columns))
+            if (is_good(root_changes(values, product_of(rows, columns, *bins), negligible), tolerance)) return *bins;
     }
     const float smallest = smallest_from(values, smallest_power);
     const std::size_t width = rows.empty() ? 1 : columns.size();
     for (const int pace : paces) {
         Rounding rounding = Rounding::down(positions, pace, grid_turns);
-        auto bins = log_bins(smallest, found.highest, rounding);
+        auto bins = log_bins(smallest, found.highest, rounding, negligible);
         if (!bins) continue;
         log_levels(values, width, *bins, rounding, levels);
         rounding.threshold = balanced_threshold(
-            values, decoded({levels, pace, bins->first}), pace, grid_turns,
+            values, decoded({levels, pace, bins->first}), pace, grid_turns, negligible,
             [&](std::size_t i) { return rounding.position_of(bucket_of(values[i])); },
             [&](std::size_t i) { return rounding.turn_of(bucket_of(values[i]), i / width, values.size() / width); });
-        bins = log_bins(smallest, found.highest, rounding);
+        bins = log_bins(smallest, found.highest, rounding, negligible);
         if (!bins) continue;
         log_levels(values, width, *bins, rounding, levels);
-        if (is_good(root_changes(values, decoded({levels, pace, bins->first})), tolerance)) return OnLogGrid{pace, *bins};
+        const auto change = root_changes(values, decoded({levels, pace, bins->first}), negligible);
+        if (is_good(change, tolerance)) return OnLogGrid{pace, *bins};
     }
     return {};
 }
 
 std::optional<SmallFirstMoment> small_first_moment(std::span<const float> values, const Powers& second,
                                                    const std::optional<Powers>& columns, double tolerance,
-                                                   double epsilon, std::span<const std::int32_t> rungs,
+                                                   double epsilon, float zero, std::span<const std::int32_t> rungs,
                                                    std::span<const float> inverses, std::span<std::uint8_t> levels) {
     const Extremes found = extremes(values);
     if (!(found.lowest > -infinity && found.highest < infinity)) return std::nullopt;
     const auto seconds = columns ? outer(decoded(second), decoded(*columns)) : decoded(second);
     for (std::size_t i = 0; i < values.size(); ++i)
-        if (seconds[i] == 0.0f && values[i] != 0.0f) return std::nullopt;
+        if (seconds[i] == 0.0f && std::abs(values[i]) > zero) return std::nullopt;
     const WeighedUnits weighed(values, seconds, epsilon);
     const auto grid = coarsest_update(weighed, rungs, inverses, tolerance);
     if (!grid) return std::nullopt;

@@ -23,8 +23,9 @@ using SecondMomentForm = std::variant<std::monostate, RankOneBins, OnLogGrid>;
 
 // Returns the cheapest form that changes 1 / sqrt(v) by at most the tolerance, and sets its levels: either rows and
 // columns, or levels. None: it is not finite, has negative values, or no form is good enough. values: not empty, row by
-// row; as many levels. rows: empty if it is no matrix. paces: of the grids to try, coarsest first.
-SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, Positions positions,
+// row; as many levels. negligible: of root_changes. rows: empty if it is no matrix. paces: of the grids to try, coarsest
+// first.
+SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, float negligible, Positions positions,
                                      std::span<const int> paces, std::span<std::uint8_t> rows,
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels);
 
@@ -40,11 +41,11 @@ struct SmallFirstMoment {
 };
 
 // Returns the coarsest first moment that changes the next update by at most the tolerance, and sets its levels, in units
-// of the root of the second moment. None: it is not finite, is divided by zero, or no grid is good enough. second: rows
-// and columns, or all values and nothing. rungs: of the steps to try. epsilon: of update_fits.
+// of the root of the second moment. None: it is not finite, a value of more than `zero` is divided by zero, or no grid is
+// good enough. second: rows and columns, or all values and nothing. rungs: of the steps to try. epsilon: of update_fits.
 std::optional<SmallFirstMoment> small_first_moment(std::span<const float> values, const Powers& second,
                                                    const std::optional<Powers>& columns, double tolerance,
-                                                   double epsilon, std::span<const std::int32_t> rungs,
+                                                   double epsilon, float zero, std::span<const std::int32_t> rungs,
                                                    std::span<const float> inverses, std::span<std::uint8_t> levels);
 
 }  // namespace dynaquant

@@ -51,7 +51,7 @@ def update_fits(
     inverses: NDArray[float32],
     fits: NDArray[float64],
 ) -> tuple[float, float]: ...
-def root_changes(values: NDArray[float32], decoded: NDArray[float32]) -> tuple[bool, float, int]: ...
+def root_changes(values: NDArray[float32], decoded: NDArray[float32], negligible: float) -> tuple[bool, float, int]: ...
 def matrix_magnitude(row_sums: NDArray[float64], column_sums: NDArray[float64]) -> tuple[float, float]: ...
 def vector_magnitude(values: NDArray[float64]) -> tuple[float, float]: ...
 def tensor_magnitude(values: NDArray[float32], rows: int) -> tuple[float, float] | None: ...
@@ -67,7 +67,13 @@ def coarsest_update(
     tolerance: float,
 ) -> tuple[int, int] | None: ...
 def log_bins(
-    smallest: float, largest: float, positions: NDArray[int16], pace: int, threshold: int, turns: int
+    smallest: float,
+    largest: float,
+    positions: NDArray[int16],
+    pace: int,
+    threshold: int,
+    turns: int,
+    negligible: float,
 ) -> tuple[int, int] | None: ...
 def rank_one(
     row_sums: NDArray[float64],
@@ -76,12 +82,13 @@ def rank_one(
     rows: NDArray[uint8],
     columns: NDArray[uint8],
     classes: NDArray[uint16],
+    negligible: float,
 ) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
 def round_up(
     levels: NDArray[uint8], bins: tuple[int, int], classes: NDArray[uint16], threshold: int
 ) -> tuple[int, int] | None: ...
 def root_sums(
-    values: NDArray[float32], down: NDArray[float32], classes: NDArray[uint16], count: int
+    values: NDArray[float32], down: NDArray[float32], classes: NDArray[uint16], count: int, negligible: float
 ) -> tuple[list[float], int]: ...
 def balance(sums: NDArray[float64], count: float, pace: int) -> tuple[int, int | None, float]: ...
 def first_turn(sums: NDArray[float64], rest: float, pace: int) -> int: ...
@@ -91,7 +98,6 @@ class SmallMoments:
         self,
         positions: NDArray[int16],
         paces: list[int],
-        epsilon: float,
         rungs: NDArray[int32],
         inverses: NDArray[float32],
     ) -> None: ...
@@ -99,6 +105,7 @@ class SmallMoments:
         self,
         values: NDArray[float32],
         tolerance: float,
+        negligible: float,
         rows: NDArray[uint8],
         columns: NDArray[uint8],
         levels: NDArray[uint8],
@@ -112,6 +119,8 @@ class SmallMoments:
         first_of_columns: int,
         pace: int,
         tolerance: float,
+        epsilon: float,
+        zero: float,
         levels: NDArray[uint8],
     ) -> tuple[int, int] | None: ...
 

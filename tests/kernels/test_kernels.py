@@ -335,13 +335,13 @@ def test_changes_of_roots_are_those_of_the_formula(size):
     values[::5] = decoded[::10] = 0  # only the first of these are decoded to zero
     counted = values > 0
     changes = np.sqrt(values[counted] / decoded[counted], dtype=np.float64) - 1
-    unusable, squares, count = _native.root_changes(values, decoded)
+    unusable, squares, count = _native.root_changes(values, decoded, 0.0)
     assert (unusable, count) == (False, counted.sum())
     assert squares == pytest.approx(np.square(changes).sum(), rel=1e-12)
     for bad in (0, math.inf, math.nan, -1):
         if size > 1:
             decoded[1] = bad
-            assert _native.root_changes(values, decoded) == (True, 0, count)
+            assert _native.root_changes(values, decoded, 0.0) == (True, 0, count)
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 17, 1000, 32_768])

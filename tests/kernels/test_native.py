@@ -418,8 +418,8 @@ def passes_over_values(size, random):
         "sums": _native.sums(values),
         "errors": _native.errors(seconds, values),
         "smallest": _native.smallest_from(seconds, 0.25),
-        "changes": _native.root_changes(seconds, seconds + np.float32(0.1)),
-        "roots": _native.root_sums(seconds, seconds + np.float32(0.1), (levels * 0 + 3).astype(np.uint16), 5),
+        "changes": _native.root_changes(seconds, seconds + np.float32(0.1), 0.01),
+        "roots": _native.root_sums(seconds, seconds + np.float32(0.1), (levels * 0 + 3).astype(np.uint16), 5, 0.01),
         "updates": (*_native.update_fits(values, seconds, 1e-8, inverses, fits), fits.tobytes()),
     }
     _native.grid_fits(values, wide, wide * wide, inverses, fits)

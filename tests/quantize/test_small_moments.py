@@ -12,7 +12,8 @@ from whole_tensors import quantize_first_moment, quantize_second_moment
 from dynaquant import _native
 from dynaquant.engine.forms.form import stored_equal
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.first_moment import EPSILON, FIRST_RUNGS, LARGEST, inverses, rungs
+from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.first_moment import FIRST_RUNGS, LARGEST, inverses, rungs
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.small_moments import (
@@ -47,12 +48,12 @@ def pairs(draw):
     return first, second
 
 
-def second_of(tensor, tolerance):
-    return quantize_small_second_moment(small_values(tensor), tensor.shape, tolerance)
+def second_of(tensor, tolerance, epsilon=UNKNOWN):
+    return quantize_small_second_moment(small_values(tensor), tensor.shape, tolerance, epsilon)
 
 
-def first_of(tensor, stored_second, tolerance):
-    return quantize_small_first_moment(small_values(tensor), stored_second, "v", tolerance)
+def first_of(tensor, stored_second, tolerance, epsilon=UNKNOWN):
+    return quantize_small_first_moment(small_values(tensor), stored_second, "v", tolerance, epsilon)
 
 
 def same(a, b):
@@ -60,18 +61,19 @@ def same(a, b):
     return a is b if a is None or b is None else type(a) is type(b) and stored_equal(a, b)
 
 
-@given(pairs(), TOLERANCES, TOLERANCES)
-@example((torch.ones(3, 2), torch.ones(3, 2)), 0.5, 0.5)
-def test_small_moments_are_quantized_as_large_ones_are(pair, first_tolerance, second_tolerance):
-    first, second = pair
+@given(pairs(), TOLERANCES, TOLERANCES, st.sampled_from([0.0, 1e-30, 1e-15, 1e-8, 1.0]))
+@example((torch.ones(3, 2), torch.ones(3, 2)), 0.5, 0.5, 0.0)
+def test_small_moments_are_quantized_as_large_ones_are(pair, first_tolerance, second_tolerance, epsilon):
+    (first, second), epsilon = pair, Epsilon(epsilon)
     usable = bool(torch.isfinite(second).all())
-    stored = second_of(second, second_tolerance)
-    wanted = quantize_second_moment(second, second_tolerance) if usable else None
+    stored = second_of(second, second_tolerance, epsilon)
+    wanted = quantize_second_moment(second, second_tolerance, epsilon) if usable else None
     assert same(stored, wanted)
     if stored is None:
         return
-    wanted = quantize_first_moment(first, stored, "v", first_tolerance) if bool(torch.isfinite(first).all()) else None
-    assert same(first_of(first, stored, first_tolerance), wanted)
+    usable = bool(torch.isfinite(first).all())
+    wanted = quantize_first_moment(first, stored, "v", first_tolerance, epsilon) if usable else None
+    assert same(first_of(first, stored, first_tolerance, epsilon), wanted)
 
 
 @given(pairs(), TOLERANCES)
@@ -81,9 +83,9 @@ def test_as_many_grids_are_fitted_as_necessary(pair, tolerance):
     first = np.where(second > 0, first, 0).astype(np.float32)
     if np.isfinite(first).all() and np.isfinite(second).all():
         fits = np.empty(4 * len(FIRST_RUNGS))
-        squares, largest = _native.update_fits(first, second, EPSILON, inverses(0), fits)
+        squares, largest = _native.update_fits(first, second, UNKNOWN.assumed, inverses(0), fits)
         wanted = _native.coarsest(squares, fits, rungs(0), tolerance) if largest <= LARGEST else None
-        assert _native.coarsest_update(first, second, EPSILON, rungs(0), inverses(0), tolerance) == wanted
+        assert _native.coarsest_update(first, second, UNKNOWN.assumed, rungs(0), inverses(0), tolerance) == wanted
 
 
 def test_moments_that_begin_at_any_byte_are_quantized():

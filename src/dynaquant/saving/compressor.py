@@ -218,7 +218,9 @@ class Compressor:
             if tolerances is None:
                 return {}
             first, second, firsts = tolerances.first, tolerances.second, tolerances.firsts
-            return quantize_moments(own, source.labels, first, second, firsts, shards.held, shards.reduce)
+            return quantize_moments(
+                own, source.labels, first, second, firsts, shards.held, shards.reduce, source.epsilons
+            )
 
         tensors, division = source.tensors, source.division
         if division is None:

@@ -53,8 +53,8 @@ class Source:
 
     All others: ``external`` has the tensors whose values are not stored. frozen: names of parameters that do not train
     and have not changed; they get a file of their own. first_tolerances: those of single first moments, in place of the
-    preset's. copied_exactly: names of tensors that the checkpoint's lossless copy has exactly; without any, there is no
-    copy.
+    preset's. epsilons: see ``quantize_moments``. copied_exactly: names of tensors that the checkpoint's lossless copy
+    has exactly; without any, there is no copy.
 
     division: of the tensors among the ranks; None if every rank holds all of them. notes: for the record.
     """
@@ -75,6 +75,7 @@ class Source:
     external: Mapping[str, External] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     first_tolerances: Mapping[str, float] = field(default_factory=dict)
+    epsilons: Mapping[str, float] = field(default_factory=dict)
     copied_exactly: Collection[str] = ()
     division: Division | None = None
     notes: Sequence[str] = ()

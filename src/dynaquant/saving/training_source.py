@@ -29,6 +29,7 @@ from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
 from dynaquant.state.wrappers import named_parameters
+from dynaquant.training.epsilons import epsilons_of
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import models_of
@@ -136,6 +137,7 @@ class TrainingSource:
             external=external,
             frozen=frozen.unchanged,
             first_tolerances=tolerances,
+            epsilons={} if self._preset is None else epsilons_of(self._objects),
             copied_exactly=copied,
             division=captured.division,
             notes=notes,

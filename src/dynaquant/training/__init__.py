@@ -12,6 +12,7 @@
 - ``gradients.py``: records gradients before each optimizer step
 - ``accumulated.py``: ``dynaquant.Gradients``: gradients as an extra, for saves in the middle of an accumulation
 - ``updates.py``: which parameters the optimizers update between two saves
+- ``epsilons.py``: what optimizers add to the roots of second moments
 - ``first_moments.py``: how each optimizer updates its first moments
 - ``moment_uses.py``: which optimizers' moments may be quantized
 - ``update_check.py``: what one step of an optimizer does with its moments

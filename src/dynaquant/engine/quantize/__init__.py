@@ -13,6 +13,7 @@ In reading order:
 - ``kmeans_weights``: all weights of a checkpoint by k-means
 - ``log_grid``: one tensor on a logarithmic grid
 - ``moment_sample``: the elements by which the quantizers of moments are judged
+- ``epsilon``: which moments are as good as zero
 - ``second_moment``, ``first_moment``: one moment of an optimizer
 - ``small_moments``: moments of small tensors, each in one call
 - ``moments``: all moments of a checkpoint

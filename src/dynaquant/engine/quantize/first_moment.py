@@ -22,6 +22,7 @@ from dynaquant.engine.forms.form import pieces
 from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment, in_units, levels_in_units
+from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.log_grid import NO_OUTLIERS
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
@@ -43,8 +44,6 @@ FIRST_RUNGS = tuple(range(12, -25, -1))
 LARGEST = 1e37
 """A first moment with larger values is stored exactly: restored values, which can be several times as large, would be
 infinite."""
-EPSILON = 1e-8
-"""The ε that optimizers add to the root of the second moment. So the update of a weight without gradients is zero."""
 
 
 def quantize_first_moment(
@@ -53,6 +52,7 @@ def quantize_first_moment(
     second_name: str,
     tolerance: float,
     shard: Shard | None = None,
+    epsilon: Epsilon = UNKNOWN,
 ) -> Reduction[ScaledMoment | None]:
     """Return the coarsest first moment that changes the next update by at most ``tolerance``; None: store it exactly.
 
@@ -61,17 +61,17 @@ def quantize_first_moment(
     ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update
     with this second moment, on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what
     ``first`` is of the whole tensor; ``stored_second`` is of the same elements. None: it is all of it, and no other
-    rank takes part in the decision.
+    rank takes part in the decision. epsilon: of the optimizer.
     """
     if tolerance == math.inf:
         return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
-    if (yield from total(_is_divided_by_zero(first, stored_second)))[0]:
+    if (yield from total(_is_divided_by_zero(first, stored_second, epsilon)))[0]:
         return None
     if shard is None:
         sampled = _samples(first, stored_second, Shard.whole(first.shape))
-        steps = _native.coarsest_update(*sampled, EPSILON, rungs(0), inverses(0), tolerance)
+        steps = _native.coarsest_update(*sampled, epsilon.assumed, rungs(0), inverses(0), tolerance)
     else:
-        steps = yield from _coarsest(0, _fits_of_update(*_samples(first, stored_second, shard)), tolerance)
+        steps = yield from _coarsest(0, _fits_of_update(*_samples(first, stored_second, shard), epsilon), tolerance)
     if steps is None or (units := _units_on_grid(first, stored_second, *steps)) is None:
         return None
     return ScaledMoment(first.dtype, units, stored_second, second_name)
@@ -97,14 +97,14 @@ def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = Non
     return None if steps is None else _on_grid(first, *steps)
 
 
-def _is_divided_by_zero(first: Tensor, stored_second: QuantizedTensor | RankOne) -> bool:
-    """Whether the second moment is zero somewhere where the first is not."""
+def _is_divided_by_zero(first: Tensor, stored_second: QuantizedTensor | RankOne, epsilon: Epsilon) -> bool:
+    """Whether the second moment is zero somewhere where the first is not as good as zero, or NaN."""
     if stored_second.is_positive:
         return False
     flat, begin = first.detach().reshape(-1), 0
     for second in pieces(stored_second, first.device):
         is_zero, part = second == 0, flat[begin : begin + len(second)]
-        if bool(is_zero.any()) and bool(part[is_zero].to(torch.float32).any()):
+        if bool(is_zero.any()) and not bool((part[is_zero].to(torch.float32).abs() <= epsilon.zero).all()):
             return True
         begin += len(second)
     return False
@@ -130,13 +130,13 @@ def _samples(
     return sample(first, shard), sample_stored(stored_second, shard)
 
 
-def _fits_of_update(exact: NDArray[np.float32], second: NDArray[np.float32]) -> _Fits:
+def _fits_of_update(exact: NDArray[np.float32], second: NDArray[np.float32], epsilon: Epsilon) -> _Fits:
     """Return the fits of grids to a first moment in units of the root of its second moment.
 
     The update is ``m / (sqrt(v) + ε)``. Its divisor is the same for all grids.
     """
     found = np.empty(4 * len(FIRST_RUNGS))
-    square, largest = _native.update_fits(exact, second, EPSILON, inverses(0), found)
+    square, largest = _native.update_fits(exact, second, epsilon.assumed, inverses(0), found)
     return _Fits(square if largest <= LARGEST else math.nan, found)
 
 

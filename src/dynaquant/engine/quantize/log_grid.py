@@ -71,17 +71,18 @@ def quantize_to_log_grid(
     extremes: Extremes | None = None,
     threshold: Threshold | None = None,
     shard: Shard | None = None,
+    negligible: float = 0.0,
 ) -> QuantizedTensor | None:
     """Return the tensor with every value rounded to a power of ``2^(pace/4)``; None if this takes too many levels.
 
     tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 1 % of
     the middle between two powers may go to either. extremes: of the tensor of which this one is a part, if it is one.
     They decide which powers have levels. threshold: by default, values go to the nearest power. shard: what the tensor
-    is of that one; None if it is all of it.
+    is of that one; None if it is all of it. negligible: smaller values, but for zeros, may be raised as far as this.
     """
     smallest, largest = extremes_of(tensor) if extremes is None else extremes
     threshold = threshold or Threshold.nearest(pace)
-    found = _native.log_bins(smallest, largest, positions(), pace, threshold.value, threshold.turns)
+    found = _native.log_bins(smallest, largest, positions(), pace, threshold.value, threshold.turns, negligible)
     if found is None:
         return None
     first, bins = found
@@ -106,13 +107,15 @@ def extremes_of(tensor: Tensor) -> Extremes:
         return kernel.smallest_from(tensor, SMALLEST), float(np.float32(kernel.extremes(tensor)[1]))
 
 
-def threshold_for(values: NDArray[np.float32], pace: int, shard: Shard) -> Reduction[Threshold]:
+def threshold_for(
+    values: NDArray[np.float32], pace: int, shard: Shard, negligible: float = 0.0
+) -> Reduction[Threshold]:
     """Return the threshold at which updates by the rounded values are as long as before on average.
 
-    values: the rank's part of a sample of a second moment. A moment that is rounded to the nearest power, restored and
-    rounded again before it has moved by half a pace, would stay where it is for good.
+    values: the rank's part of a sample of a second moment. negligible: as for ``balanced``. A moment that is rounded to
+    the nearest power, restored and rounded again before it has moved by half a pace, would stay where it is for good.
     """
-    return (yield from balanced(values, pace, GRID_TURNS, lambda: _rounded_down(values, pace, shard)))
+    return (yield from balanced(values, pace, GRID_TURNS, lambda: _rounded_down(values, pace, shard), negligible))
 
 
 Down = tuple[NDArray[np.float32], NDArray[Any], NDArray[Any]]
@@ -120,19 +123,21 @@ Down = tuple[NDArray[np.float32], NDArray[Any], NDArray[Any]]
 
 
 def balanced(
-    values: NDArray[np.float32], pace: int, turns: int, rounded_down: Callable[[], Down]
+    values: NDArray[np.float32], pace: int, turns: int, rounded_down: Callable[[], Down], negligible: float
 ) -> Reduction[Threshold]:
     """Return the threshold at which updates by the rounded values are as long as before on average.
 
     values: the rank's part of a sample. rounded_down: is called again for each sum, so nothing is held between them.
+    negligible: smaller values do not count.
     """
 
     def sums(split: int | None) -> tuple[list[float], int]:
         down, positions, turn = rounded_down()
         if split is None:
-            return _native.root_sums(values, down, positions.astype(np.uint16, copy=False), POSITIONS_PER_RUNG * pace)
+            classes = positions.astype(np.uint16, copy=False)
+            return _native.root_sums(values, down, classes, POSITIONS_PER_RUNG * pace, negligible)
         there = positions == split
-        return _native.root_sums(values[there], down[there], turn[there].astype(np.uint16), turns)
+        return _native.root_sums(values[there], down[there], turn[there].astype(np.uint16), turns, negligible)
 
     *by_position, count = (yield from total(*sums(None))).tolist()
     threshold, split, rest = _native.balance(np.array(by_position), count, pace)
@@ -151,10 +156,19 @@ def _rounded_down(values: NDArray[np.float32], pace: int, shard: Shard) -> Down:
 
 
 def round_to_log_grid(
-    values: NDArray[np.float32], pace: int, dtype: torch.dtype, threshold: Threshold, shard: Shard
+    values: NDArray[np.float32],
+    pace: int,
+    dtype: torch.dtype,
+    threshold: Threshold,
+    shard: Shard,
+    negligible: float = 0.0,
 ) -> NDArray[np.float32]:
     """Return what ``quantize_to_log_grid`` would store of a sample of a tensor of ``dtype``, as float32."""
     exponents = _exponents(positions()[_buckets(values)], pace, threshold, _chunks_of_sample(shard, threshold.turns))
+    if (lowest := negligible / 4) >= SMALLEST:
+        found = _native.log_bins(lowest, lowest, positions(), pace, threshold.value, threshold.turns, negligible)
+        assert found is not None
+        exponents = np.maximum(exponents, found[0])
     return _powers(exponents, pace, values, dtype)
 
 
@@ -193,7 +207,8 @@ def _rung_values() -> NDArray[np.float32]:
 @lru_cache(maxsize=64)
 def _level_table(dtype: torch.dtype, pace: int, up_from: int, first: int) -> NDArray[np.uint8]:
     """Return the level of each bucket of a dtype. up_from: the position from which on values go up."""
-    table = np.clip(_exponents(positions(), pace, Threshold(up_from)) - first + FIRST_BIN, 0, 255).astype(np.uint8)
+    exponents = _exponents(positions(), pace, Threshold(up_from))
+    table = np.clip(exponents - first + FIRST_BIN, FIRST_BIN, 255).astype(np.uint8)
     table[[0, MAGNITUDES]] = PRUNED
     return table_for(dtype, table)
 

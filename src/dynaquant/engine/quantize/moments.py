@@ -15,6 +15,7 @@ from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label, Role
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.engine.quantize.second_moment import quantize_second_moment
 from dynaquant.engine.quantize.small_moments import (
@@ -41,11 +42,13 @@ def quantize_moments(
     first_tolerances: Mapping[str, float] = MappingProxyType({}),
     shards: Mapping[str, Shard] = MappingProxyType({}),
     reduce: Reduce | None = None,
+    epsilons: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Form]:
     """Return the moments that can be quantized within the tolerances, by name. Store the others exactly.
 
     tensors, labels: of a whole state. first_tolerances: those of single first moments, by name, in place of
-    ``first_tolerance``. These moments stay exact:
+    ``first_tolerance``. epsilons: the ε of the optimizer, as far as known, by the state of a parameter: the name of its
+    moments without their key. These moments stay exact:
 
     - moments that are empty or not finite;
     - a first moment whose second moment stays exact, or lies on other ranks;
@@ -83,17 +86,20 @@ def quantize_moments(
             return on_devices.get(name)
         return kernels.for_device(tensors[name].device).extremes(tensors[name])  # most moments on the host need none
 
+    def epsilon_of(name: str) -> Epsilon:
+        return Epsilon(epsilons.get(name.rpartition(".")[0], 0.0))
+
     def size(name: str) -> int:
         # Sums of rows and columns are as long as those of the whole tensor.
         return tensors[name].numel() + sum(shards[name].shape if name in shards else tensors[name].shape)
 
     def second(name: str) -> Reduction[QuantizedTensor | RankOne | None]:
-        tensor = tensors[name]
+        tensor, epsilon = tensors[name], epsilon_of(name)
         if (values := small.get(name)) is not None:
-            return quantize_small_second_moment(values, tensor.shape, second_tolerance)
+            return quantize_small_second_moment(values, tensor.shape, second_tolerance, epsilon)
         shard = shard_of(name, tensor.shape)
         if (yield from _usable(extremes_of(name), shard, lowest=0.0)):
-            return (yield from quantize_second_moment(tensor, second_tolerance, shard))
+            return (yield from quantize_second_moment(tensor, second_tolerance, shard, epsilon))
         return None
 
     def first(name: str) -> Reduction[ScaledMoment | QuantizedTensor | None]:
@@ -108,10 +114,10 @@ def quantize_moments(
     ) -> Reduction[ScaledMoment | None]:
         if stored is None:
             return None
-        tensor = tensors[name]
+        tensor, epsilon = tensors[name], epsilon_of(name)
         are_small = divisor in small and tensor.shape == stored.shape and tolerance < math.inf
         if are_small and (values := small.get(name)) is not None:
-            return quantize_small_first_moment(values, stored, divisor, tolerance)
+            return quantize_small_first_moment(values, stored, divisor, tolerance, epsilon)
         shard = shard_of(name, tensor.shape)
         alike = shard_of(divisor, stored.shape) == shard
         if reduce is None and tensor.is_cpu and tolerance < math.inf:  # its levels show whether all values are finite
@@ -120,7 +126,7 @@ def quantize_moments(
             usable = yield from _usable(extremes_of(name), shard, alike=alike)
         if usable:
             own = None if reduce is None else shard
-            return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, own))
+            return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, own, epsilon))
         return None
 
     def momentum(name: str) -> Reduction[QuantizedTensor | None]:

@@ -15,6 +15,7 @@ from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne, places
+from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
 from dynaquant.engine.quantize.log_grid import (
     NO_OUTLIERS,
     Down,
@@ -40,40 +41,43 @@ SECOND_PACES = (4, 2, 1)
 
 
 def quantize_second_moment(
-    second: Tensor, tolerance: float, shard: Shard | None = None
+    second: Tensor, tolerance: float, shard: Shard | None = None, epsilon: Epsilon = UNKNOWN
 ) -> Reduction[QuantizedTensor | RankOne | None]:
     """Return the cheapest form that changes ``1 / sqrt(v)`` by at most ``tolerance``; None: store it exactly.
 
     The change is the root mean square of ``sqrt(v / v̂) - 1`` over the elements of a sample that are not zero. v̂ is
     the stored value of v. shard: what ``second`` is of the whole tensor, None if it is all of it. The form is that of
-    the local tensor.
+    the local tensor. epsilon: of the optimizer. Elements whose v and v̂ are negligible beside it count as zero.
     """
-    shard = shard or Shard.whole(second.shape)
+    shard, negligible = shard or Shard.whole(second.shape), epsilon.negligible
+    if second.dtype == torch.float64 and (yield from total(_underflows(second, negligible)))[0]:
+        return None
     values = sample(second, shard)
-    factors = yield from quantize_rank_one(second, values, shard)
+    factors = yield from quantize_rank_one(second, values, shard, negligible)
     if factors is not None:
-        change = _native.root_changes(values, sample_stored(factors, shard))
+        change = _native.root_changes(values, sample_stored(factors, shard), negligible)
         if (yield from _is_good(change, tolerance)):
             return factors
     extremes: Extremes | None = None
     for pace in SECOND_PACES:
-        threshold = yield from threshold_for(values, pace, shard)
-        change = _native.root_changes(values, round_to_log_grid(values, pace, second.dtype, threshold, shard))
+        threshold = yield from threshold_for(values, pace, shard, negligible)
+        rounded = round_to_log_grid(values, pace, second.dtype, threshold, shard, negligible)
+        change = _native.root_changes(values, rounded, negligible)
         if (yield from _is_good(change, tolerance)):
             extremes = extremes or (yield from _whole_extremes(second))
-            if (stored := quantize_to_log_grid(second, pace, extremes, threshold, shard)) is not None:
+            if (stored := quantize_to_log_grid(second, pace, extremes, threshold, shard, negligible)) is not None:
                 return stored
     return None
 
 
 def quantize_rank_one(
-    tensor: Tensor, values: NDArray[np.float32], shard: Shard | None = None
+    tensor: Tensor, values: NDArray[np.float32], shard: Shard | None = None, negligible: float = 0.0
 ) -> Reduction[RankOne | None]:
     """Return a second moment as row mean × column mean / mean. Updates by it are as long as before on average.
 
     Returns None if the tensor has fewer than two dimensions, is all zero, or does not fit the levels. values: a sample
     of the tensor. shard: as for ``quantize_second_moment``. The means are those of the whole tensor. The form has those
-    of the local rows and columns.
+    of the local rows and columns. negligible: as for ``quantize_to_log_grid``.
     """
     if tensor.ndim < 2:
         return None
@@ -86,7 +90,7 @@ def quantize_rank_one(
     levels = np.empty(height, dtype=np.uint8), np.empty(len(sums) - height, dtype=np.uint8)
     longer = 0 if len(levels[0]) >= len(levels[1]) else 1
     classes = np.empty(len(levels[longer]), dtype=np.uint16)
-    found = _native.rank_one(sums[:height], sums[height:], positions(), *levels, classes)
+    found = _native.rank_one(sums[:height], sums[height:], positions(), *levels, classes, negligible)
     if found is None:
         return None
     bins, axes = list(found), (local_rows, local_columns)
@@ -101,12 +105,17 @@ def quantize_rank_one(
         return sample_stored(stored(), shard), of_sample // FACTOR_TURNS, of_sample & (FACTOR_TURNS - 1)
 
     # The longer factor is rounded down so far. As many of its values go up as keep the length of updates.
-    threshold = (yield from balanced(values, FACTOR_PACE, FACTOR_TURNS, rounded_down)).value
+    threshold = (yield from balanced(values, FACTOR_PACE, FACTOR_TURNS, rounded_down, negligible)).value
     raised = _native.round_up(levels[longer], bins[longer], classes, threshold)
     if raised is None:
         return None
     bins[longer] = raised
     return stored()
+
+
+def _underflows(second: Tensor, negligible: float) -> bool:
+    """Whether a value that is not negligible is zero as float32."""
+    return bool(((second > negligible) & (second.to(torch.float32) == 0)).any())
 
 
 def factor(bins: tuple[int, int], levels: NDArray[np.uint8]) -> QuantizedTensor:

@@ -20,7 +20,8 @@ from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.kernels.host import plain_values
-from dynaquant.engine.quantize.first_moment import EPSILON, inverses, rungs, units_of_levels
+from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.first_moment import inverses, rungs, units_of_levels
 from dynaquant.engine.quantize.log_grid import NO_OUTLIERS, positions
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
 from dynaquant.engine.quantize.second_moment import SECOND_PACES, factor
@@ -33,13 +34,13 @@ def small_values(tensor: Tensor) -> NDArray[np.float32] | None:
 
 
 def quantize_small_second_moment(
-    values: NDArray[np.float32], shape: torch.Size, tolerance: float
+    values: NDArray[np.float32], shape: torch.Size, tolerance: float, epsilon: Epsilon = UNKNOWN
 ) -> QuantizedTensor | RankOne | None:
     """Do what ``quantize_second_moment`` does. None also stands for values that are not finite, or negative."""
     height = shape[0] if len(shape) > 1 else 0
     levels = np.empty(len(values), dtype=np.uint8)
     rows, columns = np.empty(height, dtype=np.uint8), np.empty(len(levels) // height if height else 0, dtype=np.uint8)
-    found = _native_moments().second(values, tolerance, rows, columns, levels)
+    found = _native_moments().second(values, tolerance, epsilon.negligible, rows, columns, levels)
     if found is None:
         return None
     head, bins = found
@@ -49,7 +50,11 @@ def quantize_small_second_moment(
 
 
 def quantize_small_first_moment(
-    values: NDArray[np.float32], stored_second: QuantizedTensor | RankOne, second_name: str, tolerance: float
+    values: NDArray[np.float32],
+    stored_second: QuantizedTensor | RankOne,
+    second_name: str,
+    tolerance: float,
+    epsilon: Epsilon = UNKNOWN,
 ) -> ScaledMoment | None:
     """Do what ``quantize_first_moment`` does. None also stands for values that are not finite.
 
@@ -66,6 +71,8 @@ def quantize_small_first_moment(
         codebooks[-1].first,
         codebooks[0].pace,
         tolerance,
+        epsilon.assumed,
+        epsilon.zero,
         levels,
     )
     if found is None:
@@ -78,4 +85,4 @@ def quantize_small_first_moment(
 
 @cache
 def _native_moments() -> _native.SmallMoments:
-    return _native.SmallMoments(positions(), list(SECOND_PACES), EPSILON, rungs(0), inverses(0))
+    return _native.SmallMoments(positions(), list(SECOND_PACES), rungs(0), inverses(0))

@@ -1,0 +1,23 @@
+"""What optimizers add to the roots of second moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynaquant.training.collect import parameter_names
+from dynaquant.training.optimizers import keys_of
+
+
+def epsilons_of(objects: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ε of each parameter's updates by the name of its optimizer state, as far as its group has one.
+
+    objects: of the training, by name.
+    """
+    found: dict[str, float] = {}
+    for name, names in parameter_names(objects).items():
+        for group, keys in zip(objects[name].param_groups, keys_of(names), strict=True):
+            epsilon = group.get("eps")
+            if isinstance(epsilon, int | float) and epsilon > 0:
+                found |= {f"{name}.state.{key}": float(epsilon) for key in keys}
+    return found
