@@ -1,8 +1,10 @@
 """Saving does not change the training."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
+import pytest
 import torch
 from small_runs import WITH_EXACT_MOMENTS, training_of, weights_of
 from torch import Tensor, nn
@@ -73,3 +75,24 @@ def test_training_takes_bit_identical_steps_with_and_without_checkpoints(tmp_pat
     assert all(record.trials and record.judged_by == "evaluate" for record in with_saves[2])
     assert with_saves[0] == without[0]
     assert with_saves[1] == without[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from PyTorch itself
+def test_a_compiled_step_is_compiled_as_without_a_checkpointer(tmp_path):
+    graphs = []
+    for with_checkpointer in (False, True):
+        torch._dynamo.reset()
+        model, compiled = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+
+        def backend(graph, _, compiled=compiled):
+            compiled.append(graph)
+            return graph
+
+        with dq.Checkpointer(tmp_path, model, optimizer, every=5) if with_checkpointer else nullcontext():
+            step = torch.compile(optimizer.step, backend=backend)
+            for _ in range(6):
+                model(torch.ones(2, 4)).sum().backward()
+                step()
+        graphs.append(len(compiled))
+    assert graphs[0] == graphs[1]

@@ -6,6 +6,7 @@ from torch import nn
 from training import bits
 
 import dynaquant as dq
+from dynaquant.search.live_model import score
 
 BATCHES = [torch.randn(16, 6, generator=torch.Generator().manual_seed(i)) * 3 + 1 for i in range(5)]
 
@@ -36,6 +37,12 @@ def expected(model, frozen=False):
 def test_the_loss_is_that_of_the_batch_statistics(training):
     model = network().train(training)
     assert dq.LossOn(BATCHES, loss)(model) == pytest.approx(expected(model), rel=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_save_uses_batch_statistics_in_either_mode(training):
+    model = network().train(training)
+    assert score(model, {}, dq.LossOn(BATCHES, loss)) == pytest.approx(expected(model), rel=1e-5)
 
 
 def test_running_statistics_momentum_and_modes_stay_as_they_are():

@@ -216,6 +216,82 @@ def test_a_backward_pass_in_evaluate_does_not_reach_the_gradients_of_training(na
             assert torch.equal(parameter.grad, gradients[name])
 
 
+def test_attributes_of_parameters_and_buffers_are_there_in_evaluate():
+    model = model_of()
+    model[0].weight.width_mult, model[1].running_mean.unit = 8.0, "m"
+
+    def evaluate(model):
+        assert model[1].running_mean.unit == "m"
+        return model[0].weight.width_mult
+
+    assert score(model, zeros(model), evaluate) == 8.0
+
+
+def test_a_metric_may_differentiate_by_the_weights():
+    model = model_of().eval()
+    model[3].bias.requires_grad_(False)
+
+    def adapted(model):
+        with torch.enable_grad():
+            fast = copy.deepcopy(model)
+            optimizer = optim.SGD([each for each in fast.parameters() if each.requires_grad], 0.1)
+            F.cross_entropy(fast(INPUTS), TARGETS).backward()
+            optimizer.step()
+        assert not fast[3].bias.requires_grad
+        return loss(fast)
+
+    before = snapshot(model)
+    assert score(model, {}, adapted) == adapted(model) < loss(model)
+    check_same(before, snapshot(model))
+
+
+class Merging(nn.Linear):
+    """Merges another matrix into its frozen weight when it is evaluated, as layers of loralib do."""
+
+    def __init__(self):
+        super().__init__(4, 4, bias=False)
+        self.weight.requires_grad_(False)
+        self.other = nn.Parameter(torch.ones(4, 4))
+        self.merged = False
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            self.weight.data += -self.other if mode else self.other
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, inputs):
+        return super().forward(inputs) + (0 if self.merged else inputs @ self.other.T)
+
+
+def test_layers_that_merge_weights_to_be_evaluated_train_on_as_before():
+    torch.manual_seed(0)
+    model = nn.Sequential(Merging(), nn.Linear(4, 3))
+    before, wanted = snapshot(model), loss(model)
+    metric = dq.LossOn([INPUTS], lambda model, inputs: F.cross_entropy(model(inputs), TARGETS))
+    assert score(model, {}, metric) == pytest.approx(wanted)
+    check_same(before, snapshot(model))
+    assert not model[0].merged
+    assert loss(model) == wanted
+
+
+@pytest.mark.parametrize("puts_back", [True, False])
+def test_a_metric_that_writes_to_the_weights_in_training_is_told_of(tmp_path, caplog, puts_back):
+    model = model_of()
+    own = model[0].weight
+
+    def evaluate(model):
+        with torch.no_grad():
+            own.mul_(2)
+            if puts_back:
+                own.mul_(0.5)
+        return evaluation_loss(model)
+
+    with dq.Checkpointer(tmp_path, model, optim.AdamW(model.parameters()), evaluate=evaluate) as checkpointer:
+        checkpointer.save(1).result()
+    assert len([said for said in caplog.messages if said.startswith("evaluate writes to the weights in training")]) == 1
+
+
 def test_parameters_and_buffers_that_evaluate_adds_or_removes_are_reset():
     model = model_of()
     before, state = snapshot(model), list(model.state_dict())
@@ -286,6 +362,7 @@ def cross_entropy(model, batch):
 
 def test_loss_on_returns_the_mean_loss_of_the_batches():
     model = model_of().eval()
+    model[1].requires_grad_(False)  # so that it uses running statistics
     losses = [cross_entropy(model, batch).item() for batch in BATCHES]
     evaluate = dq.LossOn(BATCHES, cross_entropy)
     assert score(model, {}, evaluate) == pytest.approx(sum(losses) / 3, rel=1e-12)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn, optim
+from torch.nn.utils import parametrizations
 
 from dynaquant.engine.label import Label
 from dynaquant.errors import StateError
@@ -96,6 +97,13 @@ def test_a_modules_own_parameters_are_weights_if_they_are_floats_with_two_dimens
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_parameters_of_every_float_dtype_that_can_be_quantized_are_weights(dtype):
     assert labels_of({"model": nn.Linear(2, 2).to(dtype)})["model.weight"] == ("weight", "linear")
+
+
+def test_the_weight_of_an_orthogonal_parametrization_is_exact():
+    """Householder reflections keep signs on its diagonal, which PyTorch truncates to integers."""
+    for parametrized, role in ((parametrizations.orthogonal, "exact"), (parametrizations.spectral_norm, "weight")):
+        found = labels_of({"model": parametrized(nn.Linear(64, 256))})
+        assert found["model.parametrizations.weight.original"][0] == role
 
 
 def test_parameters_of_other_dtypes_are_exact():

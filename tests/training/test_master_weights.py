@@ -154,6 +154,19 @@ class Doubled(nn.Linear):
         self.register_load_state_dict_pre_hook(lambda _, state, *__: state.update(weight=state.pop("twice") / 2))
 
 
+def test_a_parameter_that_a_hook_drops_from_the_state_dict_is_named(tmp_path, caplog):
+    model = nn.Linear(8, 8)
+    model.register_state_dict_post_hook(lambda _, state, *__: state.__delitem__("bias"))
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    with dq.Checkpointer(tmp_path, model, optimizer):
+        (said,) = caplog.messages
+    assert said.startswith(
+        "state_dict() does not have model.bias: a hook of the module drops it, so a restore would not"
+    )
+
+
 def test_a_parameter_that_a_hook_replaces_in_the_state_dict_is_named_and_stored_exactly(tmp_path, caplog):
     model = Doubled()
     optimizer = optim.AdamW(model.parameters())

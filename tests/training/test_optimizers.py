@@ -85,6 +85,14 @@ def test_groups_in_another_order_keep_their_hyperparameters(tmp_path):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3]
 
 
+@pytest.mark.parametrize("number", [np.float32(1e-4), np.float64(1e-4), np.int64(0), np.bool_(True)], ids=repr)
+def test_a_hyperparameter_that_is_a_number_of_numpy_is_restored_into_a_plain_one(tmp_path, number):
+    key = "amsgrad" if isinstance(number, np.bool_) else "weight_decay"
+    saved(tmp_path, **{key: number})
+    _, optimizer = restored(tmp_path, lambda model: model.parameters())
+    assert optimizer.param_groups[0][key] == number
+
+
 def test_a_divided_group_restores_only_hyperparameters_on_which_its_parts_agree(tmp_path, caplog):
     saved(tmp_path, lr=0.005, betas=(0.8, 0.9))
     _, optimizer = restored(tmp_path, matrices_and_vectors, lr=1.0)

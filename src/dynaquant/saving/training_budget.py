@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -230,7 +231,7 @@ def has_schedule(groups: Iterable[Mapping[str, Any]]) -> bool:
 
 def _number(group: Mapping[str, Any]) -> float:
     rate = group.get("lr", 0.0)
-    return float(rate) if isinstance(rate, int | float | Tensor) else 0.0
+    return float(rate) if isinstance(rate, int | float | np.number | Tensor) else 0.0
 
 
 def _not_negative(value: Any) -> float:

@@ -23,7 +23,7 @@ from dynaquant.search.subject import ParameterValues
 from dynaquant.state.subclasses import inner_tensors, is_packed, is_wrapper
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
-from dynaquant.training.snapshot import Snapshot
+from dynaquant.training.snapshot import Snapshot, has_own_train
 
 log = logging.getLogger("dynaquant")
 
@@ -33,6 +33,11 @@ _TOO_SMALL = (
 )
 PREFIX = "model."
 """Begins the names of a model's parameters in a state."""
+_WRITES = (
+    "evaluate writes to the weights in training, which it reaches by references of its own: an optimizer's eval(), or "
+    "an average that takes the place of the weights. So it does not see the weights that a restore would return. Make "
+    "it write to model.parameters() of the model that it gets, and put back all that it writes elsewhere"
+)
 
 
 class LiveModel:
@@ -41,6 +46,7 @@ class LiveModel:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._in_place = False  # whether a device has been too small for a candidate beside the model
+        self._warned = False  # that the metric writes to the weights in training
 
     def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> dict[str, ParameterValues]:
         """Return functions for the values of those weights of a candidate that are parameters of the model."""
@@ -61,7 +67,7 @@ class LiveModel:
         """
         names = {PREFIX + name: name for name, _ in named_parameters(self._model)}
         own = {names[name]: value for name, value in values.items() if name in names}
-        begun = False
+        begun, before = False, _marks(self._model)
 
         def noted(model: Any) -> float:
             nonlocal begun
@@ -69,7 +75,11 @@ class LiveModel:
             return evaluate(model)
 
         try:
-            return score(self._model, own, noted, self._in_place)
+            found = score(self._model, own, noted, self._in_place)
+            if not self._warned and _marks(self._model) != before:
+                self._warned = True
+                log.warning(_WRITES)
+            return found
         except torch.OutOfMemoryError:
             if self._in_place or not any(map(_on_device, self._model.parameters())):
                 raise
@@ -148,7 +158,8 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], staying
         # The others are copied too: a backward pass must not reach their ``.grad``, and some layers write to weights
         # when they are called (``nn.Embedding(max_norm=…)``).
         if value is None:
-            copied = parameter.detach() if id(parameter) in shared else parameter.detach().clone()
+            stays_as_it_is = id(parameter) in shared and id(parameter) not in merged
+            copied = parameter.detach() if stays_as_it_is else parameter.detach().clone()
         elif isinstance(value, Tensor):
             copied = value.to(parameter.device, parameter.dtype, copy=True)
         else:
@@ -160,6 +171,8 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], staying
         return is_sharded(parameter) or parameter in staying or (own_class and _memory(parameter) not in given)
 
     shared = {id(named[name]) for name in _frozen(model)}
+    # A layer may merge others into its frozen weight when it is evaluated, as loralib's do.
+    merged = {id(p) for module in model.modules() if has_own_train(module) for p in module._parameters.values()}
     replacements: dict[int, Any] = {
         id(parameter): parameter if stays(parameter) else replacement(parameter) for parameter in named.values()
     }
@@ -170,16 +183,33 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], staying
                 module._parameters[name] = replacements[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+                copy = copies.setdefault(id(buffer), buffer.clone())
+                vars(copy).update(vars(buffer))
+                module._buffers[name] = copy
 
 
 def _of_class(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return values as a parameter that does not train, of the same class and with the same attributes."""
+    """Return values as a parameter of the same class and with the same attributes.
+
+    A metric may differentiate by it, in a block ``torch.enable_grad()``.
+    """
+    found: nn.Parameter
     if type(parameter) is nn.Parameter or not issubclass(type(parameter), nn.Parameter):
-        return nn.Parameter(values, requires_grad=False)
-    found: nn.Parameter = Tensor._make_subclass(type(parameter), values, False)
+        found = nn.Parameter(values, parameter.requires_grad)
+    else:
+        found = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
     vars(found).update(vars(parameter))
     return found
+
+
+def _marks(model: nn.Module) -> list[Any]:
+    """Return what differs if something has written to weights in training: how often PyTorch has, and a few samples.
+
+    Not of sharded ones, which candidates take the place of.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad and not p.is_inference() and not is_sharded(p)]
+    few = [sample_of(parameter) for parameter in trained[:16] if not is_wrapper(parameter)]
+    return [*(parameter._version for parameter in trained), *few]
 
 
 def _frozen(model: nn.Module) -> dict[str, tuple[int, list[bytes]]]:

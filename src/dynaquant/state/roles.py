@@ -189,7 +189,8 @@ def _module_labels(
     for path, child in module.named_modules():
         prefix = f"{object_name}.{paths[path]}." if paths[path] else f"{object_name}."
         kind = layer_type(child)
-        weight, exact = Label("weight", kind), Label("exact", kind)
+        exact = Label("exact", kind)
+        weight = exact if _is_discontinuous(child) else Label("weight", kind)
         for name, parameter in child._parameters.items():
             tensor = tensors.get(prefix + name)
             # Only the first name of a tied tensor is among the tensors; its module gives the layer type.
@@ -203,6 +204,16 @@ def _module_labels(
             if prefix + name in tensors:
                 found[prefix + name] = Label("buffer", kind)
     return found
+
+
+def _is_discontinuous(module: nn.Module) -> bool:
+    """Whether a small change of its tensors changes what a module makes of them a lot.
+
+    An orthogonal parametrization by Householder reflections keeps signs on the diagonal, and truncates it to integers.
+    """
+    if not isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return False
+    return any(type(each).__qualname__ == "_Orthogonal" for each in module.children())
 
 
 def _override(

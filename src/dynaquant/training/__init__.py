@@ -9,6 +9,7 @@
 - ``expanded.py``: fills tensors whose elements share memory
 - ``rng.py``: state of the global random number generators
 - ``snapshot.py``: what ``evaluate`` may change and a save puts back
+- ``hooks.py``: hooks that ``torch.compile`` leaves alone
 - ``gradients.py``: records gradients before each optimizer step
 - ``accumulated.py``: ``dynaquant.Gradients``: gradients as an extra, for saves in the middle of an accumulation
 - ``updates.py``: which parameters the optimizers update between two saves

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.ranks.dtensors import local_of
+from dynaquant.training.hooks import not_compiled
 
 SMOOTHING = 0.9
 """β of the moving average ``EMA_t = β·g_t + (1-β)·EMA_{t-1}`` (method 1.1)."""
@@ -119,7 +120,7 @@ class GradientRecorder:
         self.recorded_steps = 0
         """Of how many steps gradients were recorded since the last ``collect``."""
         self._recorded: dict[str, Tensor] = {}
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._hook = optimizer.register_step_pre_hook(not_compiled(self._before_step))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dynaquant.ranks.dtensors import local_of
 from dynaquant.training.first_moments import MomentRule, MomentUpdate, correction_factor, rule_of
+from dynaquant.training.hooks import not_compiled
 
 log = logging.getLogger("dynaquant")
 
@@ -74,8 +75,7 @@ class MomentCorrection:
         self.given_up = False
         """Whether the correction ended because the step is captured in a CUDA graph."""
         self._hooks: list[Any] = [
-            # A compiled step would have to be compiled again for each factor.
-            optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),  # type: ignore[no-untyped-call]
+            optimizer.register_step_pre_hook(not_compiled(self._before_step)),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
 

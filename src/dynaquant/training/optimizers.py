@@ -272,8 +272,9 @@ def _interchangeable(own: Any, stored: Any) -> bool:
         return True
     if isinstance(own, list | tuple):
         return isinstance(stored, list | tuple) and len(own) == len(stored) and all(map(_interchangeable, own, stored))
-    if isinstance(own, bool | int | float | Tensor):
-        return isinstance(stored, bool | int | float) or (isinstance(stored, Tensor) and stored.numel() == 1)
+    numbers = bool | int | float | np.number | np.bool_
+    if isinstance(own, numbers | Tensor):
+        return isinstance(stored, numbers) or (isinstance(stored, Tensor) and stored.numel() == 1)
     return True
 
 

@@ -21,6 +21,7 @@ from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
 from dynaquant.state.plain_objects import packages_of, taken_apart
 from dynaquant.state.subclasses import check_subclasses, is_wrapper
+from dynaquant.training.hooks import not_compiled
 
 log = logging.getLogger("dynaquant")
 LOADER_ADVICE = (
@@ -85,6 +86,17 @@ def _advice_on(unknown: Sequence[Tensor], saved: Sequence[Tensor]) -> str:
     )
 
 
+def _others_of_modules(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of tensors of modules' states that are no parameters or buffers."""
+    modules = {name: thing for name, thing in objects.items() if isinstance(thing, nn.Module)}
+    known = {
+        f"{name}.{path}"
+        for name, module in modules.items()
+        for path, _ in (*wrappers.named_parameters(module), *module.named_buffers())
+    }
+    return {name for name in tensors if name.startswith(tuple(f"{each}." for each in modules))} - known
+
+
 def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Log a warning for every optimizer that updates a tensor that is not saved, or not as itself.
 
@@ -110,10 +122,12 @@ def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
             )
         if hidden := [of_models[id(each)] for each in unsaved if id(each) in of_models]:
             log.warning(
-                "state_dict() does not have %s%s: a hook of the module gives something else in its place. What it "
-                "gives is stored exactly, which takes more space",
+                "state_dict() does not have %s%s: a hook of the module %s",
                 hidden[0],
                 f" and {len(hidden) - 1} other parameters" if len(hidden) > 1 else "",
+                "gives something else in its place. What it gives is stored exactly, which takes more space"
+                if _others_of_modules(objects, tensors) or not tensors.keys().isdisjoint(hidden)
+                else "drops it, so a restore would not restore it; make the hook keep it",
             )
 
 
@@ -137,7 +151,7 @@ def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
 
     for name, thing in objects.items():
         if isinstance(thing, Optimizer) and not thing.state:
-            hooks.append(thing.register_step_post_hook(hook(name)))
+            hooks.append(thing.register_step_post_hook(not_compiled(hook(name))))
 
     def remove() -> None:
         while hooks:

@@ -13,6 +13,7 @@ from dynaquant.ranks.dtensors import local_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.accumulated import Gradients
 from dynaquant.training.hash_cache import version_of
+from dynaquant.training.hooks import not_compiled
 
 
 class Updates:
@@ -37,7 +38,8 @@ class Updates:
         for optimizer in self._optimizers:  # what earlier steps have used cannot be told, so it is not noted
             self._use_gradients(optimizer)
         self._begin()
-        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers]
+        after_step = not_compiled(self._after_step)
+        self._hooks = [optimizer.register_step_post_hook(after_step) for optimizer in self._optimizers]
 
     def _begin(self) -> None:
         self._waiting = {id(o): [p for group in o.param_groups for p in group["params"]] for o in self._optimizers}
