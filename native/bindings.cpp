@@ -392,15 +392,18 @@ void row_and_column_sums(const Array<const float>& values, const Array<double>& 
     dynaquant::row_and_column_sums(view(values), view(row_sums), view(column_sums));
 }
 
-nb::bytes encode_conditional(const Array<const std::uint8_t>& levels, const Array<const std::uint8_t>& parent,
-                             const Table<const std::uint8_t>& symbol_of,
-                             const Contexts& context_of, std::size_t contexts) {
-    std::vector<std::uint8_t> stream;
+std::optional<nb::bytes> encode_conditional(const Array<const std::uint8_t>& levels,
+                                            const Array<const std::uint8_t>& parent,
+                                            const Table<const std::uint8_t>& symbol_of, const Contexts& context_of,
+                                            std::size_t contexts, std::optional<double> least_gain) {
+    std::optional<std::vector<std::uint8_t>> stream;
     {
         const nb::gil_scoped_release release;
-        stream = dynaquant::encode_conditional(view(levels), view(parent), view(symbol_of), view(context_of), contexts);
+        stream = dynaquant::encode_conditional(view(levels), view(parent), view(symbol_of), view(context_of), contexts,
+                                               least_gain);
     }
-    return nb::bytes(stream.data(), stream.size());
+    if (!stream) return std::nullopt;
+    return nb::bytes(stream->data(), stream->size());
 }
 
 void decode_conditional(const nb::bytes& stream, const Array<const std::uint8_t>& parent,
@@ -627,9 +630,10 @@ NB_MODULE(_native, m) {
           "column_sums"_a.noconvert(), "Fills the sums of the rows and columns of a matrix. values: row by row.");
     m.def("encode_conditional", &encode_conditional, "levels"_a.noconvert(), "parent"_a.noconvert(),
           "symbol_of"_a.noconvert(), "context_of"_a.noconvert(), "contexts"_a,
+          "least_gain"_a.none() = nb::none(),
           "Returns the coded levels (docs/format.md). parent: empty or as long as levels; symbol_of: for each parent\n"
-          "level a row with the symbol of each of 256 levels; context_of: the context of each parent level.\n"
-          "ValueError: the arguments do not fit each other.");
+          "level a row with the symbol of each of 256 levels; context_of: the context of each parent level. None: the\n"
+          "parent saves a smaller share of the bits than least_gain. ValueError: the arguments do not fit each other.");
     m.def("decode_conditional", &decode_conditional, "stream"_a, "parent"_a.noconvert(), "level_of"_a.noconvert(),
           "context_of"_a.noconvert(), "contexts"_a, "symbols"_a, "levels"_a.noconvert(),
           "Fills levels from a stream of encode_conditional with the same parent and contexts; level_of: for each\n"

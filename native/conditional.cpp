@@ -72,6 +72,20 @@ bool is_certain(const Frequencies& frequencies) {
     return std::count_if(frequencies.begin(), frequencies.end(), [](std::uint32_t f) { return f > 0; }) <= 1;
 }
 
+double bits_of(const std::vector<Group>& groups) {
+    double bits = 0.0;
+    for (const Group& group : groups) bits += group.bits;
+    return bits;
+}
+
+// Returns the bits of levels without their parent, but for the order of symbols in their table.
+double bits_alone(const PairCounts& pairs, std::size_t rows, std::size_t columns) {
+    Counts counts{};
+    for (std::size_t source = 0; source < rows; ++source)
+        for (std::size_t level = 0; level < columns; ++level) counts[level] += pairs.of(source, level);
+    return Group(0, counts).bits;
+}
+
 Layout layout_of(Bytes stream, std::size_t values) {
     if (values == 0) return narrow;
     const std::size_t layout = get_u32(stream) >> layout_shift;
@@ -82,8 +96,9 @@ Layout layout_of(Bytes stream, std::size_t values) {
 
 }  // namespace
 
-std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTable symbol_of, ContextTable context_of,
-                                             std::size_t contexts) {
+std::optional<std::vector<std::uint8_t>> encode_conditional(Bytes levels, Bytes parent, LevelTable symbol_of,
+                                                            ContextTable context_of, std::size_t contexts,
+                                                            std::optional<double> least_gain) {
     check_shape(levels.size(), parent.size(), context_of, contexts);
     const Layout layout = levels.size() > conditional_block ? wide : narrow;
     const Blocks blocks(levels.size(), layout);
@@ -101,6 +116,8 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
                 counts[context_of[source]][symbol_of[source << 8 | level]] += count;
 
     const std::vector<Group> groups = grouped(counts);
+    if (least_gain && !parent.empty() && bits_of(groups) > (1.0 - *least_gain) * bits_alone(pairs, rows, columns))
+        return std::nullopt;
     BitWriter tables;
     std::vector<EncoderStep> steps(groups.size() << 8);  // at group << 8 | symbol
     std::vector<std::size_t> group_of(contexts);

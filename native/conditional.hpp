@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -22,11 +23,13 @@ using LevelTable = std::span<const std::uint8_t, 65536>;
 using ContextTable = std::span<const std::uint8_t, 256>;
 
 // Returns the coded levels. parent: as long as levels, or empty, which counts as all 0. symbol_of: for each parent
-// level, the symbol of each level. context_of: the context of each parent level. contexts: how many there are. Throws
-// std::invalid_argument if the arguments do not fit each other.
-std::vector<std::uint8_t> encode_conditional(std::span<const std::uint8_t> levels,
-                                             std::span<const std::uint8_t> parent, LevelTable symbol_of,
-                                             ContextTable context_of, std::size_t contexts);
+// level, the symbol of each level. context_of: the context of each parent level. contexts: how many there are.
+// least_gain: if the parent saves a smaller share of the bits, returns nothing. Throws std::invalid_argument if the
+// arguments do not fit each other.
+std::optional<std::vector<std::uint8_t>> encode_conditional(std::span<const std::uint8_t> levels,
+                                                            std::span<const std::uint8_t> parent, LevelTable symbol_of,
+                                                            ContextTable context_of, std::size_t contexts,
+                                                            std::optional<double> least_gain = std::nullopt);
 
 // The inverse: fills levels. level_of: for each parent level, the level of each symbol. symbols: how many there are.
 // Never reads outside stream and parent, whatever they hold. Throws std::invalid_argument if encode_conditional cannot

@@ -53,6 +53,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
     if (levels.empty()) return 0;
     const auto again = encode_conditional(levels, parent, levels_of, contexts_of, contexts);
-    fuzz::require(decode(again) == levels, "levels that were decoded can be encoded");
+    fuzz::require(decode(*again) == levels, "levels that were decoded can be encoded");
     return 0;
 }

@@ -108,6 +108,7 @@ def decode_many_levels() -> None:
         after = np.where(random.random(size) < 1e-3, 9, before).astype(np.uint8)
         for given, contexts in ((before, 10), (before[:0], 1)):
             stream = _native.encode_conditional(after, given, level_of, context_of % contexts, contexts)
+            assert stream is not None
             _native.decode_conditional(stream, given, level_of, context_of % contexts, contexts, 10, after)
 
 

@@ -150,7 +150,8 @@ def encode_conditional(
     symbol_of: NDArray[uint8],
     context_of: NDArray[uint8],
     contexts: int,
-) -> bytes: ...
+    least_gain: float | None = None,
+) -> bytes | None: ...
 def decode_conditional(
     stream: bytes,
     parent: NDArray[uint8],

@@ -261,3 +261,21 @@ def test_rung_values_are_powers_of_two_to_a_quarter():
     assert [rung_value(4 * k) for k in (-126, -1, 0, 1, 127)] == [2.0**-126, 0.5, 1.0, 2.0, 2.0**127]
     for rung in range(-504, 505, 7):
         assert rung_value(rung) == np.float32(2.0 ** (rung / 4))
+
+
+@pytest.mark.parametrize("size", [50, 3000, 200_000])
+@pytest.mark.parametrize("noise", [0.0, 0.2, 1.0, 2.5, 10.0])
+def test_a_parent_that_saves_little_is_not_needed(size, noise):
+    random = np.random.default_rng(1)
+    values = random.normal(0, 0.05, size).astype(np.float32)
+    after = on_grid((values + noise * random.normal(0, 0.05, size)).astype(np.float32), -24)
+    before = on_grid(values, -24)
+    conditioned, alone = conditional.encode(after, before), conditional.encode(after, None)
+    for least_gain in (0.0, 0.03, 0.5):
+        shorter = conditional.encode_if_shorter(after, before, least_gain)
+        assert shorter in (None, conditioned)
+        tables = 10 if size > 50 else 40  # bytes by which the estimate may be wrong
+        if len(conditioned) < (1 - least_gain) * len(alone) - tables:
+            assert shorter == conditioned
+        if len(conditioned) > (1 - least_gain) * len(alone) + tables:
+            assert shorter is None

@@ -21,9 +21,9 @@ from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED, Centres, Codebook, Grid, LogGrid, in_common
 from dynaquant.engine.tensors.dtypes import saturating_cast
 
-_TRY_ALONE_BELOW = 65_536
-"""Elements. In smaller tensors the larger tables of a delta can outweigh its gain, so both are tried: with and without
-the parent."""
+_LEAST_GAIN = 0.03
+"""Levels are conditioned on the parent's if that saves this share of their bits. Otherwise a restore does not need the
+parent's (docs/decisions.md, "Which tensors are conditioned on the parent?")."""
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,9 @@ def encode_conditional(stored: QuantizedTensor, parent: QuantizedTensor | None) 
     codebook = stored.codebook
     if parent and (parent.levels.size != stored.levels.size or not conditional.comparable(codebook, parent.codebook)):
         parent = None
-    coded = conditional.encode(stored, parent)
-    # With the same codebook, conditioning on the parent helps all but small tensors, whose tables outweigh the gain.
-    may_be_larger = parent and (parent.codebook != codebook or stored.levels.size < _TRY_ALONE_BELOW)
-    if may_be_larger and len(alone := conditional.encode(stored, None)) <= len(coded):
-        parent, coded = None, alone
+    coded = None if parent is None else conditional.encode_if_shorter(stored, parent, _LEAST_GAIN)
+    if coded is None:
+        parent, coded = None, conditional.encode(stored, None)
     head = codebook.values.astype("<f4").tobytes() if isinstance(codebook, Centres) else b""
     protected = byte_planes.encode(stored.protected.view(np.uint8), 2) if len(stored.protected) else b""
     scheme = Conditional(
