@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import dynaquant as dq
 from dynaquant.options import QualityName
 
-STEPS = 3
+STEPS = 20
 """Steps between checkpoints."""
 LARGE = 10_000_000
 """Weights of a model whose memory is worth a row."""
