@@ -38,6 +38,7 @@ def test_reserved_names_of_extras_are_refused(tmp_path, name):
     [
         ({"evaluate": 0.3}, "evaluate must be a function of the model, not 0.3"),
         ({"extras": [1]}, "extras must be a dictionary of objects by name, not a list"),
+        ({"extras": {1: None}}, "extras must be a dictionary of objects by name; 1 is no name, but '1' is"),
         ({"keep": 3}, r"keep must be a dq\.Keep\(…\), e\.g\. dq\.Keep\(last=3\), not 3"),
     ],
 )

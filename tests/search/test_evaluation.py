@@ -312,13 +312,13 @@ def test_parameters_and_buffers_that_evaluate_adds_or_removes_are_reset():
         model.seen  # noqa: B018
 
 
-@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor([2.0]), np.float32(2.0), 2])
+@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor([2.0]), np.float32(2.0), np.array([2.0]), 2])
 def test_tensors_and_numpy_numbers_are_scores_too(number):
     found = score(model_of(), {}, lambda _: number)
     assert (type(found), found) == (float, 2.0)
 
 
-@pytest.mark.parametrize("no_number", ["bad", "0.123", b"0.123", None, torch.ones(2), [1.0]], ids=str)
+@pytest.mark.parametrize("no_number", ["bad", "0.123", b"0.123", None, torch.ones(2), np.ones(2), [1.0]], ids=str)
 def test_a_result_that_is_not_a_number_is_an_error_that_shows_it(no_number):
     model = model_of()
     before = snapshot(model)

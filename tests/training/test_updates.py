@@ -137,6 +137,17 @@ def test_gradients_are_stored_on_request(tmp_path, end):
     assert bits(model.state_dict()) == bits(whole[0].state_dict())
 
 
+def test_sparse_gradients_are_stored_as_dense_ones(tmp_path):
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
+    model(torch.tensor([3, 3, 7])).sum().backward()
+    wanted = model[0].weight.grad.to_dense()
+    with dq.Checkpointer(tmp_path, model, extras={"gradients": dq.Gradients(model)}) as checkpointer:
+        checkpointer.save(1).result()
+        model.zero_grad()
+        checkpointer.restore()
+    assert torch.equal(model[0].weight.grad, wanted)
+
+
 def test_gradients_of_another_model_are_refused_and_nothing_is_changed(tmp_path):
     saved, other = nn.Linear(3, 2), nn.Linear(4, 2)
     saved(torch.ones(1, 3)).sum().backward()

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -142,7 +143,7 @@ def number_of(result: Any, source: str) -> float:
 def _as_float(result: Any) -> float:
     if isinstance(result, str | bytes | bytearray):
         raise TypeError
-    return float(result)
+    return float(result.item() if isinstance(result, np.ndarray) else result)  # of one element, as tensors may be
 
 
 def mean_of_batches(losses: Sequence[float]) -> float:

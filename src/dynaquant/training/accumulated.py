@@ -31,8 +31,9 @@ class Gradients:
         return dict(named_parameters(bare(self._model)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the gradients by the names of their parameters."""
-        return {name: p.grad.detach() for name, p in self._parameters().items() if p.grad is not None}
+        """Return the gradients by the names of their parameters. Sparse ones become dense."""
+        gradients = {name: p.grad.detach() for name, p in self._parameters().items() if p.grad is not None}
+        return {name: each.to_dense() if each.is_sparse else each for name, each in gradients.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the gradients. Raises StateError, before anything changes, if one does not fit its parameter."""

@@ -35,6 +35,10 @@ def objects_of(model: Any, optimizer: Any, extras: Mapping[str, Any]) -> dict[st
     """
     if not isinstance(extras, Mapping):
         raise TypeError(f"extras must be a dictionary of objects by name, not a {type(extras).__qualname__}")
+    if unnamed := [name for name in extras if not isinstance(name, str)]:
+        raise TypeError(
+            f"extras must be a dictionary of objects by name; {unnamed[0]!r} is no name, but {str(unnamed[0])!r} is"
+        )
     objects = _one_or_several("model", model)
     for name, module in objects.items():
         if not isinstance(module, nn.Module):

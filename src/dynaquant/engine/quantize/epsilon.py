@@ -7,6 +7,7 @@ until float32 holds no smaller number. Their updates are ``m / ε`` all the time
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 _LARGEST = 1e-6
 """A larger ε may be something else than what is added to the root."""
@@ -23,15 +24,17 @@ class Epsilon:
         """ε, or the usual one."""
         return self.value or 1e-8
 
-    @property
+    @cached_property
     def negligible(self) -> float:
         """Second moments up to this change the divisor of an update by at most 3 %."""
         return (min(self.value, _LARGEST) / 32) ** 2
 
-    @property
+    @cached_property
     def zero(self) -> float:
         """First moments up to this make no update where the second moment is zero: at most a millionth of a step."""
         return min(self.value, _LARGEST) / 2**20
 
 
 UNKNOWN = Epsilon()
+epsilon_with = lru_cache(maxsize=64)(Epsilon)
+"""Returns an ``Epsilon``; the thousands of tensors of a checkpoint share a few."""

@@ -15,7 +15,7 @@ from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label, Role
-from dynaquant.engine.quantize.epsilon import Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon, epsilon_with
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.engine.quantize.second_moment import quantize_second_moment
 from dynaquant.engine.quantize.small_moments import (
@@ -87,7 +87,7 @@ def quantize_moments(
         return kernels.for_device(tensors[name].device).extremes(tensors[name])  # most moments on the host need none
 
     def epsilon_of(name: str) -> Epsilon:
-        return Epsilon(epsilons.get(name.rpartition(".")[0], 0.0))
+        return epsilon_with(epsilons.get(name.rpartition(".")[0], 0.0))
 
     def size(name: str) -> int:
         # Sums of rows and columns are as long as those of the whole tensor.
