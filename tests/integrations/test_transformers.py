@@ -266,6 +266,18 @@ def test_resumes_from_a_folder_a_step_and_a_tag(tmp_path):
         assert (hash_of(again.model), seen) == (weights, steps)
 
 
+def test_the_loss_of_a_call_of_train_is_that_of_its_steps(tmp_path):
+    """Those before the resume were not logged."""
+    losses = []
+    for kind, dynaquant in ((transformers.Trainer, None), (Trainer, LOSSLESS)):
+        options = {"kind": kind, "dynaquant": dynaquant, "logging_steps": 500, "eval_strategy": "no", "save_steps": 15}
+        folder = tmp_path / kind.__module__
+        trainer_of(folder, max_steps=15, lr_scheduler_type="constant", **options).train()
+        again = trainer_of(folder, max_steps=18, lr_scheduler_type="constant", **options)
+        losses.append(again.train(resume_from_checkpoint=True).training_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # added up in float32
+
+
 def test_a_finished_training_is_not_trained_further(tmp_path):
     # Transformers trains one step more.
     first = trainer_of(tmp_path, lr_scheduler_type="constant")

@@ -262,6 +262,25 @@ def test_a_parent_is_found_if_the_file_or_its_folder_is_reached_by_a_link(chain,
         assert bits(dq.load(tmp_path / folder / "s.dqc")) == states[2]
 
 
+def test_a_file_is_saved_where_a_link_points(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link.dqc").symlink_to("disk/state.dqc")
+    for value in (1, 2):  # the link leads nowhere at first
+        dq.save({"a": value}, tmp_path / "link.dqc")
+        assert (tmp_path / "link.dqc").is_symlink()
+        assert dq.load(tmp_path / "disk" / "state.dqc") == {"a": value}
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "link.dqc", "state.dqc"]
+    (tmp_path / "lost.dqc").symlink_to("nowhere/state.dqc")
+    with pytest.raises(dq.CheckpointError, match="is not a folder"):
+        dq.save({"a": 1}, tmp_path / "lost.dqc")
+
+
+@pytest.mark.parametrize("given", [{"cuda:0": "cpu"}, lambda storage, _: storage])
+def test_a_map_location_is_one_device(chain, given):
+    with pytest.raises(TypeError, match="map_location is a device or the name of one, not a "):
+        dq.load(chain[0][0], map_location=given)
+
+
 def test_no_parent_may_be_given_as_none(chain):
     paths, states = chain
     assert bits(dq.load(paths[1], parent=None)) == states[1]

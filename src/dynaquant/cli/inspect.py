@@ -268,10 +268,12 @@ def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
 
     The exit code is 1 if a checkpoint is damaged.
     """
+    from dynaquant.store.pointers import Pointer, found_at
     from dynaquant.store.verifying import damage_of_file, verify_run
 
-    if folder.is_file():
-        error = damage_of_file(folder)
+    pointer = found_at(folder)
+    if isinstance(pointer, Pointer) or folder.is_file():
+        error = damage_of_file(pointer.file().path if isinstance(pointer, Pointer) else folder)
         _print_verified(int(error is None), [] if error is None else [str(error)], as_json)
         return
     run, broken = run_of(folder)
@@ -294,7 +296,8 @@ def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:
             output.print_(f"damaged: {reason}")
         output.print_(f"{sound} of {sound + len(damaged)} checkpoints decode to the values that were saved")
         if damaged:
-            output.print_("restore takes the newest of these; put a damaged file back from a copy, or delete it")
+            restored = "restore takes the newest of these; " if sound else ""
+            output.print_(f"{restored}put a damaged file back from a copy, or delete it")
     if damaged:
         raise typer.Exit(1)
 

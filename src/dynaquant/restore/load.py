@@ -43,7 +43,7 @@ def load(
     """
     if keys is not None and part is not None:
         raise ValueError("keys and part exclude each other: keys are names in the model's state dict")
-    device = None if map_location is None else torch.device(map_location)
+    device = None if map_location is None else _device_of(map_location)
     stored = StoredCheckpoint(path, step, () if parent is None else parent)
 
     def some(keys: Collection[str]) -> dict[str, Any]:
@@ -54,6 +54,15 @@ def load(
         return found if device is None else {key: tensor.to(device) for key, tensor in found.items()}
 
     return stored.with_retries(lambda: stored.state(part, device) if keys is None else some(keys))
+
+
+def _device_of(map_location: Any) -> torch.device:
+    try:
+        return torch.device(map_location)
+    except TypeError:
+        raise TypeError(
+            f"map_location is a device or the name of one, not a {type(map_location).__qualname__}"
+        ) from None
 
 
 def _first_names(names: Collection[str]) -> str:

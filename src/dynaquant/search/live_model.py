@@ -205,10 +205,10 @@ def _of_class(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 def _marks(model: nn.Module) -> list[Any]:
     """Return what differs if something has written to weights in training: how often PyTorch has, and a few samples.
 
-    Not of sharded ones, which candidates take the place of.
+    Not of sharded ones, which candidates take the place of. Weights on devices have no samples: they would take time.
     """
     trained = [p for p in model.parameters() if p.requires_grad and not p.is_inference() and not is_sharded(p)]
-    few = [sample_of(parameter) for parameter in trained[:16] if not is_wrapper(parameter)]
+    few = [sample_of(parameter) for parameter in trained[:16] if parameter.is_cpu and not is_wrapper(parameter)]
     return [*(parameter._version for parameter in trained), *few]
 
 

@@ -144,7 +144,7 @@ class Run:
         path = self.path(step)
         if (file := open_if_exists(path)) is None:
             seen = step in self._seen
-            steps = ", ".join(str(summary.step) for summary in self.summaries()[0]) or "none"
+            steps = ", ".join(map(str, sorted(summary.step for summary in self.summaries()[0]))) or "none"
             name = f"checkpoint of step {step}"
             what = f"the {name} no longer exists" if seen else f"there is no {name}"
             raise CheckpointError(f"{self.folder}: {what} (available steps: {steps})")

@@ -25,11 +25,14 @@ def write_file(
 ) -> CheckpointFile:
     """Write a checkpoint to a path, atomically: it is read back and verified before it has its name.
 
+    If the path is a symbolic link, that stays, and the file is where it points, as with ``torch.save``.
+
     parent: what the checkpoint is conditioned on, with its tensors in ``base``. threads: how many tensors are encoded
     or decoded at a time.
 
     Raises CheckpointError if ``out`` cannot be a file, OSError if it cannot be written.
     """
+    out = out.resolve() if out.is_symlink() else out
     draft = _draft(checkpoint, parent, out)
     with atomic_file(out) as file:
         tensors, labels = checkpoint.tensors, checkpoint.labels

@@ -66,6 +66,8 @@ class TrainerExtra:
         same_ranks = len(losses) == trainer.args.world_size
         own = losses[trainer.args.process_index] if same_ranks else sum(losses) / max(len(losses), 1)
         trainer._tr_loss += torch.tensor(own, dtype=trainer._tr_loss.dtype)
+        # ``train_loss`` is that of the steps from here on. When Transformers logs, it adds the mean of the ranks to it.
+        trainer._total_loss_scalar -= sum(losses) / max(len(losses), 1)
         trainer._globalstep_last_logged = self._restored["since"]
         self._restored = None
 
