@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from training import model_of, train
 
+import dynaquant as dq
 from dynaquant.interop import inferred_roles
 from dynaquant.state.flatten import flatten
 
@@ -156,3 +157,29 @@ def test_states_that_only_look_like_those_of_an_optimizer_are_ignored(optimizer)
     state = {"model": {"w": torch.ones(2, 2)}, "optimizer": optimizer}
     assert labels_of(state)["model.w"] == ("weight", "linear")
     fisher_of(state)
+
+
+def test_what_optimizers_add_to_roots_is_found_by_the_groups_of_their_parameters():
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    groups = [{"params": model[0].parameters(), "eps": 1e-6}, {"params": model[1].parameters(), "eps": (1e-30, 1e-3)}]
+    optimizer = torch.optim.AdamW([groups[0], {"params": model[1].parameters()}])
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[1]["eps"] = groups[1]["eps"]
+    tree, _ = flatten({"a": [optimizer.state_dict()]})
+    assert inferred_roles.epsilons(tree) == {"a.0.state.0": 1e-6, "a.0.state.1": 1e-6}
+
+
+def test_dead_rows_take_nothing_in_a_file(tmp_path):
+    model = nn.Linear(64, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 64)).square().sum().backward()
+    optimizer.step()
+    sizes = []
+    for dead in (0, 10):
+        for moment in optimizer.state[model.weight].values():
+            if moment.ndim:
+                moment[:dead] = 1e-44
+        dq.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.dqc")
+        sizes.append((tmp_path / "s.dqc").stat().st_size)
+    assert sizes[1] < 1.1 * sizes[0]

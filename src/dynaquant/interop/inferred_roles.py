@@ -115,6 +115,21 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
     return {}
 
 
+def epsilons(tree: Any) -> dict[str, float]:
+    """Return what the optimizers of a state add to the roots of second moments, as for ``quantize_moments``."""
+    found: dict[str, float] = {}
+    for optimizer in optimizers_in(tree):
+        of_key: dict[str, float] = {}
+        for group in map(_by_text_key, optimizer["param_groups"]):
+            epsilon, parameters = group.get("eps"), group.get("params")
+            if isinstance(epsilon, int | float) and epsilon > 0 and isinstance(parameters, list):
+                of_key |= dict.fromkeys(map(str, parameters), float(epsilon))
+        for key, node in dict_items(optimizer["state"]):
+            if (own := of_key.get(str(key))) is not None:
+                found |= {name.rpartition(".")[0]: own for name in tensor_names_in(node)}
+    return found
+
+
 def mean_of(moment: Tensor) -> float:
     """Return the mean of the values of a second moment."""
     return float(kernels.for_device(moment.device).total(moment)) / moment.numel()

@@ -57,6 +57,7 @@ def source_of(state: WholeState, vectors: bool, exact_optimizers: Mapping[str, s
         on_access=True,
         vectors_count_more=True,
         mean_squares=mean_squares,
+        epsilons=inferred_roles.epsilons(state.tree),
         notes=[*state.notes, *notes],
     )
 
