@@ -25,7 +25,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.restore.restorer import Restorer
 from dynaquant.saving.arguments import check_first_state, check_metric, checked_step
 from dynaquant.saving.background import check_process
-from dynaquant.saving.commit_stage import stage_for
+from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
 from dynaquant.saving.judged_averages import AverageJudge
@@ -174,14 +174,9 @@ class Checkpointer:
             undo.callback(self._end_first_step_check)
             self._corrections = MomentCorrections(quality.correct_moments)
             check_first_state(self._objects, roles, self._compressor.method.quantizes_vectors, self._group)
-            self._writer = stage_for(
-                self._group.size,
-                self._run,
-                retention=Retention(keep, higher_is_better),
-                damaged=self._damaged,
-                log_to=log_record,
-                at_end=lock,
-            )
+            retention, writers = Retention(keep, higher_is_better), Group(alone=self._group.size == 1)
+            lock.callback(writers.close)
+            self._writer = CommitStage(self._run, writers, retention, self._damaged, log_record, lock.close)
             stages = self._training, self._compressor, self._writer, self._turn, self._group, self._corrections
             memory = Memory.at_start(quality)
             self._saver = Saver(

@@ -46,7 +46,7 @@ from lightning_training import (
 )
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dynaquant.engine.quantize.averages import average_bounds
+from dynaquant.engine.quantize.bounds import average_bounds
 from dynaquant.integrations.lightning import CheckpointIO, Training
 from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.record import record_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from dynaquant.engine.forms.bounded import BoundedTensor
-from dynaquant.engine.quantize.averages import average_bounds
-from dynaquant.engine.quantize.bounds import quantize_bounded
+from dynaquant.engine.quantize.bounds import average_bounds, quantize_bounded
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -165,20 +164,3 @@ def _published(
     if [len(part.hashes) for part in written] != [len(plan.boxes_of(number)) for number in range(plan.parts)]:
         raise CheckpointError(f"{run.folder}: ranks have written other tensors than rank 0 has planned")
     return run.publish(draft, checkpoint, plan=plan, parts=written)
-
-
-def stage_for(
-    ranks: int,
-    run: WritableRun,
-    retention: Retention,
-    damaged: set[int],
-    log_to: Callable[[Record], Any] | None,
-    at_end: ExitStack,
-) -> CommitStage:
-    """Return the commit stage of a training with that many ranks. Collective.
-
-    at_end: closed in the writing thread after the last write. For the others, see ``CommitStage``.
-    """
-    group = Group(alone=ranks == 1)
-    at_end.callback(group.close)
-    return CommitStage(run, group, retention, damaged, log_to, at_end.close)

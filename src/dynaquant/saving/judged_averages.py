@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from dynaquant.engine.forms.bounded import BoundedTensor
 from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.averages import average_bounds
-from dynaquant.engine.quantize.bounds import quantize_bounded
+from dynaquant.engine.quantize.bounds import average_bounds, quantize_bounded
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate, degradation

@@ -24,7 +24,7 @@ class Preset:
     Muon. first_tolerance: if those steps are not known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that
     stored first moments may cause. second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored
     second moments may cause (``engine/quantize/moments.py``). average_error: the largest error of an average of
-    weights, as a share of its small values (``engine/quantize/averages.py``).
+    weights, as a share of its small values (``engine/quantize/bounds.py``).
     """
 
     max_degradation: float

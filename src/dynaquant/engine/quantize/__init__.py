@@ -17,6 +17,5 @@ In reading order:
 - ``second_moment``, ``first_moment``: one moment of an optimizer
 - ``small_moments``: moments of small tensors, each in one call
 - ``moments``: all moments of a checkpoint
-- ``averages``: how precisely averages of weights are stored
-- ``bounds``: tensors with a bound on every value's error
+- ``bounds``: tensors with a bound on every value's error, and the bounds of averages
 """

@@ -1,4 +1,7 @@
-"""Quantize tensors with a bound on every value's error. No metric decides, and no gradient."""
+"""Quantize tensors with a bound on every value's error: the user's, or that of averages of weights.
+
+No metric decides, and no gradient.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from torch import Tensor
 from dynaquant.engine.bound import Bound
 from dynaquant.engine.coding.prediction import Integers
 from dynaquant.engine.forms.bounded import BoundedTensor, filled, level_dtype, nearest_levels, on_grid
+from dynaquant.engine.quantize.magnitude import magnitudes
 from dynaquant.engine.reduction import Numbers, Reduce, Reduction, run_in_windows, total
+from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, bytes_of
 from dynaquant.engine.tensors.shard import Shard
 
@@ -23,6 +28,16 @@ PIECE = 1 << 15
 MOST_EXACT = 0.25
 """The largest share of a tensor's finite values that may be stored exactly beside the levels. If more have to be, the
 bound is close to the precision of the dtype, and the whole tensor is stored exactly."""
+
+
+def average_bounds(averages: Mapping[str, Tensor], share: float, shards: Shards = WHOLE) -> dict[str, Bound]:
+    """Return the largest error of each average of weights, by name: a share of its small values.
+
+    Averages that a grid cannot hold are left out, and stored exactly (``magnitudes``). Collective with shards.
+
+    averages: of ``QUANTIZABLE_DTYPES``. share: of ``Magnitude.small``.
+    """
+    return {name: Bound(absolute=share * found.small) for name, found in magnitudes(averages, shards).items()}
 
 
 def quantize_bounded(
