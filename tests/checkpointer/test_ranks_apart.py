@@ -45,6 +45,15 @@ def test_ranks_that_open_different_checkpoints_of_one_step_restore_nothing(findi
         assert found["unchanged"]
 
 
+def test_ranks_that_disagree_are_told_so(findings):
+    for found in findings["disagreeing"]:
+        assert found == [
+            "ValueError: roles must agree on all ranks",
+            "ValueError: ranks save different steps: 5, 6",
+            True,
+        ]
+
+
 # Ranks hold different values
 
 WAYS = ["small", "lossless", "copy", "published", "sharded", "sharded, quantized"]

@@ -264,6 +264,30 @@ def test_frozen_parameters_are_read_once_and_omitted_ones_compared(tmp_path, rea
         assert weights(other) == before
 
 
+def test_tied_tensors_that_are_omitted_are_known_by_one_name(tmp_path):
+    def build() -> nn.ModuleDict:
+        torch.manual_seed(3)
+        model = nn.ModuleDict({"table": nn.Embedding(20, 8), "head": nn.Linear(8, 20, False), "own": nn.Linear(8, 8)})
+        model["head"].weight = model["table"].weight
+        model["table"].requires_grad_(False)
+        return model
+
+    model, mine, other = build(), build(), build()
+    with torch.no_grad():
+        model["own"].weight += 1
+        other["table"].weight += 1
+    roles = {"model.table.*": "omit"}
+    with dq.Checkpointer(tmp_path, model, quality="lossless", roles=roles) as ckpt:
+        ckpt.save(1).result()
+    assert dq.load_into(build(), tmp_path) == []
+    assert list(dq.follow(tmp_path, mine, timeout=0)) == [1]
+    assert weights(mine) == weights(model)
+    with pytest.raises(StateError, match="load the same base model first"):
+        dq.load_into(other, tmp_path)
+    with pytest.raises(StateError, match=r"extra\.weight is not in the checkpoint"):
+        dq.load_into(nn.ModuleDict({**build(), "extra": nn.Linear(8, 8)}), tmp_path)
+
+
 # Never half
 
 

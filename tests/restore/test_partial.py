@@ -56,6 +56,20 @@ def test_only_the_weights_can_be_restored(folder):
         assert ckpt.save(5).result().parent == 4
 
 
+@pytest.mark.parametrize("only", [None, "optimizer"])
+def test_moments_of_a_parameter_with_another_dtype_are_left_out(folder, only):
+    model, optimizer = training(1, lambda parameters, lr: torch.optim.AdamW(list(parameters), lr))
+    model = model.to(torch.bfloat16)
+    with dq.Checkpointer(folder, model, optimizer) as ckpt:
+        with pytest.raises(dq.StateError, match="is that of a parameter in float32, which is in bfloat16 now"):
+            ckpt.restore(only=only)
+        assert ckpt.restore(only=only, strict=False) == 4
+        assert any("is that of a parameter in float32" in what for what in ckpt.not_restored)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
 def test_a_partial_restore_needs_no_objects_for_other_parts(folder):
     model, _ = training(1)
     with dq.Checkpointer(folder, model) as ckpt:

@@ -31,11 +31,21 @@ def text_of(action):
     """Return the error that an action raises, as text, or its result."""
     try:
         return action()
-    except dq.DynaquantError as error:
+    except (dq.DynaquantError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 
 # Ranks do not see the same folder.
+
+
+def disagreeing(run):
+    """Ranks with other roles, other steps, and without a process group any more."""
+    rank = dist.get_rank()
+    found = [text_of(lambda: dq.Checkpointer(run, nn.Linear(4, 4), roles={"model.bias": "weight"} if rank else {}))]
+    with dq.Checkpointer(run, nn.Linear(4, 4)) as checkpointer:
+        found.append(text_of(lambda: checkpointer.save(5 + rank)))
+        checkpointer.save(7).result()
+    return [*found, dq.load(run, 7) is not None]
 
 
 def own_folders(layout, run):
@@ -263,6 +273,7 @@ def average_whose_metric_fails_on_one_rank(run):
 
 
 SCENARIOS = {
+    "disagreeing": disagreeing,
     "average": average_whose_metric_fails_on_one_rank,
     "apart: small": partial(apart, 3, {}),
     "apart: lossless": partial(apart, 3, {"quality": "lossless"}),

@@ -139,6 +139,10 @@ class Group:
         """Explain an error of Gloo, which names no rank and says nothing about the run."""
         try:
             yield
+        except ValueError as error:  # PyTorch forgets its groups
+            if dist.is_initialized():
+                raise
+            raise DynaquantError("the process group is destroyed; close the Checkpointer before that") from error
         except RuntimeError as error:
             first = "" if self._untold is None else f"rank {self.rank} failed: {_in_words(self._untold)}; then "
             raise DynaquantError(

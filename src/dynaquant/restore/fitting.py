@@ -92,7 +92,7 @@ def fit_state(
             _fit_module(found, name, present[name], given, wrappers.own_loading(thing))
         elif isinstance(thing, torch.optim.Optimizer):
             own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
-            fit = optimizers.fit(name, thing, own_keys, given, stored_keys)
+            fit = optimizers.fit(name, thing, own_keys, given, stored_keys, _dtypes(objects, stored))
             found.problems += fit.problems
             found.notes += fit.notes
             if fit.state is not None:
@@ -113,6 +113,18 @@ def fit_state(
     modules = {name: present[name] for name in found.states if isinstance(objects[name], nn.Module)}
     _leave_out_other_values_of_tied(found, modules, hash_of)
     return found
+
+
+def _dtypes(objects: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str | int, torch.dtype]:
+    """Return the dtypes of the stored tensors of modules, by the keys of parameters in an optimizer's state."""
+    states = {name: state for name, state in stored.items() if isinstance(objects.get(name), nn.Module)}
+    return {
+        f"{name}.{key}": value.dtype
+        for name, state in states.items()
+        if isinstance(state, Mapping)
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _leave_out_other_values_of_tied(

@@ -97,6 +97,9 @@ def targets_in(model: Models, file: CheckpointFile, strict: bool, hashes: HashCa
     own, described = _tensors_of(model)
     names, by_name = stored_names(file), file.header.by_name
     wrong = {name: what for name in own if name not in names and (what := _missing(file, name, own[name], hashes))}
+    # A state has tied tensors that are omitted under the first of their names.
+    found = {name for tied in tied_keys(own) if not wrong.keys() >= set(tied) for name in tied}
+    wrong = {name: what for name, what in wrong.items() if name not in found}
     wrong |= {name: f"{name} is in the checkpoint, but not in the model" for name in names if name not in own}
     for name in own.keys() & names.keys():
         shape = by_name[names[name]].shape

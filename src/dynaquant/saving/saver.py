@@ -85,6 +85,8 @@ class Saver:
         schedule.saving(step)
         seconds: dict[str, float] = {}
         with timed(seconds, "wait"):
+            if len(steps := set(self._group.all_gather(step))) > 1:
+                raise ValueError(f"ranks save different steps: {', '.join(map(str, sorted(steps)))}")
             self._group.run_on_all_ranks(self._wait_for_last_write)
         with timed(seconds, "capture"):
             captured = capture(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
 from dynaquant.state.plain_objects import packages_of, put_together
 
@@ -84,14 +86,22 @@ class Fit:
     notes: list[str]
 
 
-def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_keys: Keys) -> Fit:
+def fit(
+    name: str,
+    optimizer: Optimizer,
+    own_keys: Keys,
+    stored: Any,
+    stored_keys: Keys,
+    dtypes: Mapping[Key, torch.dtype] = MappingProxyType({}),
+) -> Fit:
     """Return a state for ``optimizer.load_state_dict`` that gives each parameter the state stored for its key.
 
     A group with the same parameters as a stored group gets its hyperparameters. For any other group, look at the stored
     groups of its parameters: it gets each hyperparameter on which these agree. If a stored group was divided, and the
     new groups differ in a hyperparameter, they keep their own. Parameters without a fitting state keep theirs.
 
-    name: of the optimizer, for messages. Raises ValueError or TypeError if the stored state is malformed.
+    name: of the optimizer, for messages. dtypes: of the stored parameters, as far as known; a state does not fit a
+    parameter of another dtype. Raises ValueError or TypeError if the stored state is malformed.
     """
     own = optimizer.state_dict()
     numbers = _numbers(own)
@@ -128,7 +138,7 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
     for key, slots in stored["state"].items():
         if key in own_number and key in stored_set:
             before = own["state"].get(own_number[key])
-            wrong = _problems(f"{name}.state.{key}", parameter_of[key], before, slots, known)
+            wrong = _problems(f"{name}.state.{key}", parameter_of[key], before, slots, known, dtypes.get(key))
             problems += wrong
             if not wrong or before is not None:
                 state[own_number[key]] = deepcopy(before) if wrong else slots  # a copy: a restore fills the original
@@ -198,8 +208,10 @@ def _numbers(state: Any) -> list[list[Any]] | None:
     return [list(group["params"]) for group in groups]
 
 
-def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: bool) -> list[str]:
-    """Return the reasons why the next step could not use the stored state of a parameter.
+def _problems(
+    name: str, parameter: Tensor, before: Any, stored: Any, known: bool, dtype: torch.dtype | None
+) -> list[str]:
+    """Return the reasons why the next step could not use the stored state of a parameter. dtype: of it when stored.
 
     before: the state that the optimizer has now. known: whether the optimizer is one of ``torch.optim``. For other
     optimizers, a tensor must have the parameter's shape only if it has that shape now: others, such as a history, may
@@ -209,6 +221,9 @@ def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: boo
         return []
     if not isinstance(stored, dict):
         return [f"{name} is a {type(stored).__name__}"] if known or isinstance(before, dict) else []
+    if stored and dtype is not None and dtype != parameter.dtype:
+        present = dtype_name(parameter.dtype)
+        return [f"{name} is that of a parameter in {dtype_name(dtype)}, which is in {present} now"]
     problems = []
     now = before if isinstance(before, dict) else {}
     for slot, value in stored.items():
