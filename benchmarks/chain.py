@@ -34,7 +34,7 @@ import dynaquant as dq
 from dynaquant.options import QualityName
 
 STEPS = 20
-"""Steps between checkpoints."""
+"""Steps between checkpoints, where a size does not say otherwise."""
 LARGE = 10_000_000
 """Weights of a model whose memory is worth a row."""
 TURNS = 5
@@ -44,11 +44,12 @@ TORCH = "torch.load"
 
 @dataclass(frozen=True)
 class Size:
-    """A model. tensors: layers. width: of a layer. links: checkpoints of the chain, at least 3."""
+    """A model. tensors: layers. width: of a layer. links: checkpoints of the chain, at least 3. steps: between them."""
 
     tensors: int
     width: int
     links: int = 7
+    steps: int = STEPS
 
     @property
     def weights(self) -> int:
@@ -62,8 +63,11 @@ class Size:
         return f"{2 * self.tensors:,} tensors, {count} M weights"
 
 
-SIZES = (Size(360, 30), Size(5000, 8, 4), Size(148, 916), Size(148, 1500, 4))
-"""Many small tensors, very many, GPT-2's weights, and a state of a billion values."""
+SIZES = (Size(360, 30), Size(5000, 8, 4, steps=3), Size(148, 916), Size(148, 1500, 4))
+"""Many small tensors, very many, GPT-2's weights, and a state of a billion values.
+
+Very many layers learn too fast: after some twenty steps their gradients are so weak that weights are stored exactly.
+"""
 QUICK_SIZES = (Size(20, 10, 3), Size(4, 60, 3))
 
 
@@ -101,7 +105,7 @@ def save_chain(folder: Path, size: Size, quality: QualityName) -> dict[str, floa
             os.fsync(file.fileno())
 
     def train() -> None:
-        for _ in range(STEPS):
+        for _ in range(size.steps):
             optimizer.zero_grad()
             model(torch.randn(16, size.width)).square().mean().backward()
             optimizer.step()
@@ -114,7 +118,7 @@ def save_chain(folder: Path, size: Size, quality: QualityName) -> dict[str, floa
             train()
             reference.append(seconds(to_file))
             began = time.perf_counter()
-            save = checkpointer.save(STEPS * link)
+            save = checkpointer.save(size.steps * link)
             blocked.append(time.perf_counter() - began)
             ratios.append(save.result().ratio)
             whole.append(time.perf_counter() - began)
@@ -147,7 +151,8 @@ def measure(size: Size, threads: int, quality: str) -> dict[str, float]:
     Loads are multiples of ``torch.load``, their memory is in bytes for each value of the state.
     """
     base = [sys.executable, __file__, "--threads", str(threads), "--quality", quality]
-    base += ["--tensors", str(size.tensors), "--width", str(size.width), "--links", str(size.links)]
+    base += ["--tensors", str(size.tensors), "--width", str(size.width)]
+    base += ["--links", str(size.links), "--steps", str(size.steps)]
     environment = {**os.environ, "DYNAQUANT_THREADS": str(threads)}  # read when dynaquant is imported
 
     def child(*role: str) -> dict[str, float]:
@@ -155,7 +160,7 @@ def measure(size: Size, threads: int, quality: str) -> dict[str, float]:
         found: dict[str, float] = json.loads(ran.stdout)
         return found
 
-    kinds = {TORCH: TORCH, "keyframe": str(STEPS), "last link": str(STEPS * size.links)}
+    kinds = {TORCH: TORCH, "keyframe": str(size.steps), "last link": str(size.steps * size.links)}
     with tempfile.TemporaryDirectory() as folder:
         found = child("--save", folder)
         turns = [{kind: child("--load", folder, what) for kind, what in kinds.items()} for _ in range(TURNS)]
@@ -189,7 +194,8 @@ def table(sizes: list[Size], found: list[dict[str, float]], quality: str) -> Tab
         memory("memory of the last link's load", "last link, memory"),
     ]
     links = ["links", *(str(size.links) for size in sizes)]
-    return Table(f"quality {quality!r}", ["", *(size.title for size in sizes)], [links, *rows])
+    steps = ["steps between two", *(str(size.steps) for size in sizes)]
+    return Table(f"quality {quality!r}", ["", *(size.title for size in sizes)], [links, steps, *rows])
 
 
 def page(shown: Table, threads: int, described: dict[str, str | int]) -> str:
@@ -200,8 +206,7 @@ def page(shown: Table, threads: int, described: dict[str, str | int]) -> str:
 .venv/bin/python benchmarks/chain.py
 ```
 
-A stack of residual layers trains with AdamW, {STEPS} steps between checkpoints. There is no metric, so the search
-decides by its estimate. `torch.save` writes the same state before each save.
+A stack of residual layers trains with AdamW. There is no metric, so the search decides by its estimate. `torch.save` writes the same state before each save.
 
 {shown.in_markdown()}
 
@@ -220,6 +225,7 @@ def main() -> None:
     made.add_argument("--tensors", type=int, help="layers")
     made.add_argument("--width", type=int, help="of a layer")
     made.add_argument("--links", type=int, default=7, help="checkpoints of the chain, at least 3")
+    made.add_argument("--steps", type=int, default=STEPS, help="of training between checkpoints")
     made.add_argument("--threads", type=int, default=1)
     made.add_argument("--quality", default="balanced")
     made.add_argument("--save", type=Path, help=argparse.SUPPRESS)  # by the process that saves
@@ -227,7 +233,7 @@ def main() -> None:
     arguments = made.parse_args()
     torch.set_num_threads(arguments.threads)
     chosen = arguments.tensors is not None and arguments.width is not None
-    size = Size(arguments.tensors, arguments.width, arguments.links) if chosen else None
+    size = Size(arguments.tensors, arguments.width, arguments.links, arguments.steps) if chosen else None
     if size is not None and arguments.save is not None:
         print(json.dumps(save_chain(arguments.save, size, arguments.quality)))
         return
