@@ -206,7 +206,8 @@ def page(shown: Table, threads: int, described: dict[str, str | int]) -> str:
 .venv/bin/python benchmarks/chain.py
 ```
 
-A stack of residual layers trains with AdamW. There is no metric, so the search decides by its estimate. `torch.save` writes the same state before each save.
+A stack of residual layers trains with AdamW. There is no metric, so the search decides by its estimate. `torch.save`
+writes the same state before each save.
 
 {shown.in_markdown()}
 
