@@ -444,5 +444,6 @@ def test_folders_of_frameworks_stand_for_a_run_and_for_a_checkpoint(tmp_path, fa
     write_pointer(tmp_path / "first" / POINTER_FILE, Run(run).file(step))
     assert data("show", tmp_path / "first")["step"] == step
     fails("not a run", "show", tmp_path / "first", step)
-    for command in (("log",), ("verify",), ("prune", "--keep-last", 1)):
+    assert data("verify", tmp_path / "first") == {"sound": 1, "damaged": []}
+    for command in (("log",), ("prune", "--keep-last", 1)):
         fails(f"step {step} of the run", *command, tmp_path / "first")
