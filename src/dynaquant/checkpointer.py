@@ -149,8 +149,6 @@ class Checkpointer:
             undo.callback(self._group.close)
             lock = undo.enter_context(ExitStack())  # of the run; the writing thread releases it
             hold_for_writing(self._run, lock, self._group)
-            if any(other != roles for other in self._group.all_gather(roles)):
-                raise ValueError("roles must agree on all ranks")
             metric = evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate)
             averages = {} if evaluate_average is None else evaluate_average
             subject = LiveModel(models_of(self._objects))

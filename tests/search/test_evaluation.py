@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import dynaquant as dq
 from dynaquant.errors import EvaluateError
@@ -225,6 +226,21 @@ def test_attributes_of_parameters_and_buffers_are_there_in_evaluate():
         return model[0].weight.width_mult
 
     assert score(model, zeros(model), evaluate) == 8.0
+
+
+def test_tensors_that_consist_of_others_share_none_with_their_copies():
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2)))
+    model.register_buffer("pair", TwoTensor(torch.zeros(2), torch.zeros(2)))
+    own = [model.weight.a, model.weight.b, model.pair.a, model.pair.b]
+
+    def evaluate(model):
+        for each in (model.weight.a, model.weight.b, model.pair.a, model.pair.b):
+            each.add_(1)
+        return 0.0
+
+    score(model, {}, evaluate)
+    assert not any(bool(each.any()) for each in own)
 
 
 def test_a_metric_may_differentiate_by_the_weights():

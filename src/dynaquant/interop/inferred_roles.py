@@ -15,6 +15,7 @@ from dynaquant.engine import kernels
 from dynaquant.engine.label import Label
 from dynaquant.state.roles import optimizer_role, quantizable
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
+from dynaquant.training.epsilons import epsilon_in
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")
 """Last parts of the names of tensors that are statistics or constants, not weights."""
@@ -121,9 +122,9 @@ def epsilons(tree: Any) -> dict[str, float]:
     for optimizer in optimizers_in(tree):
         of_key: dict[str, float] = {}
         for group in map(_by_text_key, optimizer["param_groups"]):
-            epsilon, parameters = group.get("eps"), group.get("params")
-            if isinstance(epsilon, int | float) and epsilon > 0 and isinstance(parameters, list):
-                of_key |= dict.fromkeys(map(str, parameters), float(epsilon))
+            epsilon, parameters = epsilon_in(group), group.get("params")
+            if epsilon and isinstance(parameters, list):
+                of_key |= dict.fromkeys(map(str, parameters), epsilon)
         for key, node in dict_items(optimizer["state"]):
             if (own := of_key.get(str(key))) is not None:
                 found |= {name.rpartition(".")[0]: own for name in tensor_names_in(node)}

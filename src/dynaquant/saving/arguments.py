@@ -31,6 +31,8 @@ def check_first_state(
     objects: Mapping[str, Any], roles: Mapping[str, str | Bound], vectors: bool, group: Group
 ) -> None:
     """Find mistakes now, not at the first save. Patterns for the optimizer come later: it has no state yet."""
+    if any(other != roles for other in group.all_gather(roles)):
+        raise ValueError("roles must agree on all ranks")
     early = {pattern: role for pattern, role in roles.items() if not pattern.startswith("optimizer.")}
     tensors = group.run_on_all_ranks(lambda: flatten(collect(objects))[1])
     supported.check_replicas(tensors, group)

@@ -183,9 +183,9 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], staying
                 module._parameters[name] = replacements[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                copy = copies.setdefault(id(buffer), buffer.clone())
-                vars(copy).update(vars(buffer))
-                module._buffers[name] = copy
+                module._buffers[name] = copy = copies.setdefault(id(buffer), buffer.clone())
+                if type(buffer) is Tensor:  # the attributes of others may be the tensors that they consist of
+                    vars(copy).update(vars(buffer))
 
 
 def _of_class(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
@@ -193,11 +193,9 @@ def _of_class(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
     A metric may differentiate by it, in a block ``torch.enable_grad()``.
     """
-    found: nn.Parameter
-    if type(parameter) is nn.Parameter or not issubclass(type(parameter), nn.Parameter):
-        found = nn.Parameter(values, parameter.requires_grad)
-    else:
-        found = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+    if not issubclass(type(parameter), nn.Parameter):  # its attributes may be the tensors that it consists of
+        return nn.Parameter(values, parameter.requires_grad)
+    found: nn.Parameter = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
     vars(found).update(vars(parameter))
     return found
 

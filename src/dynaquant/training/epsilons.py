@@ -17,7 +17,12 @@ def epsilons_of(objects: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, names in parameter_names(objects).items():
         for group, keys in zip(objects[name].param_groups, keys_of(names), strict=True):
-            epsilon = group.get("eps")
-            if isinstance(epsilon, int | float) and epsilon > 0:
-                found |= {f"{name}.state.{key}": float(epsilon) for key in keys}
+            if epsilon := epsilon_in(group):
+                found |= {f"{name}.state.{key}": epsilon for key in keys}
     return found
+
+
+def epsilon_in(group: Mapping[str, Any]) -> float:
+    """Return the ε of a parameter group; 0 if it has none, or something else than one number."""
+    epsilon = group.get("eps")
+    return float(epsilon) if isinstance(epsilon, int | float) and epsilon > 0 else 0.0

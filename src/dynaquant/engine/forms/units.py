@@ -112,8 +112,9 @@ def in_units(first: Tensor, second: SecondMoment) -> Tensor:
 def levels_in_units(first: Tensor, second: SecondMoment, inverse: float) -> list[tuple[Tensor, Callable[[], int]]]:
     """Return ``Kernels.grid_levels`` of ``in_units``, piece by piece. Makes no units of a whole tensor."""
     flat, kernel = first.detach().reshape(-1), kernels.for_device(first.device)
-    # On the host, units leave the processor's caches nowhere, so the rows and columns of a matrix make one piece.
-    size = flat.numel() if first.is_cpu and isinstance(second, RankOne) else piece_length(second.shape, first.device)
+    # On the host, units of float32 never leave the caches, so the rows and columns of a matrix make one piece.
+    in_one = first.is_cpu and first.dtype == torch.float32 and isinstance(second, RankOne)
+    size = flat.numel() if in_one else piece_length(second.shape, first.device)
     parts = _parts(first, second, size)
     return [kernel.grid_levels_of_units(flat[part], rows, columns, inverse) for part, rows, columns in parts]
 
