@@ -31,11 +31,11 @@ def bare(thing: Any) -> Any:
 
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters as ``module.named_parameters`` does, with their names in the bare model."""
-    paths = bare_paths(module)
     own = module.named_parameters(remove_duplicate=remove_duplicate)
-    if all(path == inside for path, inside in paths.items()):  # there are no wrappers
+    if not any(map(_attribute, module.modules())):  # there are no wrappers
         yield from own
         return
+    paths = bare_paths(module)
     for name, parameter in own:
         yield _bare_name(name, paths), parameter
 
