@@ -355,6 +355,9 @@ def test_a_truncated_file_is_skipped_with_a_warning(tmp_path, fails):
     assert "skipped" in result.stderr
     assert path.name in result.stderr
     assert data("verify", tmp_path, code=1)["sound"] == 3
+    command = [sys.executable, "-m", "dynaquant.cli", "diff", str(tmp_path), "20", "40"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert said.count("skipped") == 1  # although it opens the run several times
     for step in (20, 40, 60):
         path = Run(tmp_path).path(step)
         path.write_bytes(path.read_bytes()[:-5])

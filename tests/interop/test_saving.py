@@ -422,6 +422,7 @@ def test_wrong_places_and_arguments_are_errors_that_say_what_to_do(tmp_path):
     for path, error, said in (
         (tmp_path, dq.CheckpointError, "is a folder"),
         (tmp_path / "no" / "s.dqc", dq.CheckpointError, "create it first"),
+        (f"{tmp_path}/new/", dq.CheckpointError, "ends like a folder"),
         (3, TypeError, "give a path or a file object"),
     ):
         with pytest.raises(error, match=said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,10 +55,15 @@ def open_run(folder: Path) -> tuple[Run, list[Listed]]:
     run = run_of(folder)[0]
     listing, broken = run.listing()
     for error in broken:
-        print(f"dynaquant: skipped {error}", file=sys.stderr)
+        _warn_once(f"dynaquant: skipped {error}")
     if not listing:
         raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
     return run, listing
+
+
+@cache
+def _warn_once(message: str) -> None:  # a command may open its run several times
+    print(message, file=sys.stderr)
 
 
 def checkpoint(path: Path, step: str | None) -> CheckpointFile:

@@ -67,6 +67,8 @@ def save(
     chosen = options_of("save", deprecated, quality, takes=("max_degradation",), also=("method", "configuration"))
     out = user_path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
+        if os.fspath(path).endswith(os.sep):  # type: ignore[arg-type]
+            raise CheckpointError(f"{path} ends like a folder; give the name of a file")
         check_output(out)
     else:
         _check_writable(path)
