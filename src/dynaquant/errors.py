@@ -18,6 +18,10 @@ class CheckpointError(DynaquantError):
     """A checkpoint file or run cannot be used: truncated, altered, of another version, or missing its parent."""
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint may be sound, but not here: a newer version wrote it, or it needs a file that is not there."""
+
+
 class RunChangedError(CheckpointError):
     """The writer replaced or deleted a file of the run during a read. Readers catch this and retry."""
 

@@ -192,7 +192,7 @@ def test_show_verify_and_export_accept_a_single_file(model, tmp_path):
     call("compress", model, "-o", tmp_path / "m.dqc")
     small = tmp_path / "m.dqc"
     assert {tensor["name"] for tensor in data("show", small)["tensors"]} == {"weight", "bias"}
-    assert data("verify", small) == {"sound": 1, "damaged": []}
+    assert data("verify", small) == {"sound": 1, "damaged": [], "unreadable": []}
     call("export", small, "--to", "torch", "-o", tmp_path / "m.pt")
     assert bits(torch.load(tmp_path / "m.pt")) == bits(dq.load(small))
     small.write_bytes(small.read_bytes()[:-3])
@@ -250,7 +250,7 @@ def test_pack_can_be_repeated_after_it_was_killed(tmp_path):
     there = Run(tmp_path / "run").steps()
     assert 0 < len(there) < len(files)
     call("pack", *files, "-o", tmp_path / "run")
-    assert data("verify", tmp_path / "run") == {"sound": len(files), "damaged": []}
+    assert data("verify", tmp_path / "run") == {"sound": len(files), "damaged": [], "unreadable": []}
     assert Run(tmp_path / "run").steps() == list(range(40))
 
 
@@ -261,3 +261,38 @@ def test_a_pipe_gets_neither_colours_nor_progress(run, model):
         assert done.stderr == b""
         if "--json" in command:
             json.loads(done.stdout)
+
+
+def test_a_file_is_never_written_over_itself(model, tmp_path, monkeypatch, capsys):
+    small = tmp_path / "model.dqc"
+    call("compress", model, "-o", small)
+    before = small.read_bytes()
+    failed(monkeypatch, capsys, "is a file that this reads", "decompress", small, "-o", small, "--force")
+    assert small.read_bytes() == before
+
+
+def test_a_folder_may_be_given_as_the_working_directory(model, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").write_bytes(model.read_bytes())
+    monkeypatch.chdir(tmp_path / "folder")
+    call("compress", ".")
+    assert (tmp_path / "folder.dqc").exists()
+
+
+def test_the_output_may_be_closed(model, tmp_path):
+    command = f"exec {sys.executable} -m dynaquant.cli compress {model} -o {tmp_path / 'closed.dqc'} >&- 2>&-"
+    assert subprocess.run(command, shell=True, check=False).returncode == 0
+    assert (tmp_path / "closed.dqc").exists()
+
+
+def test_a_delta_without_its_parent_is_not_called_damaged(tmp_path):
+    state = {"w": torch.randn(50, 50)}
+    dq.save(state, tmp_path / "a.dqc")
+    dq.save(state, tmp_path / "b.dqc", parent=tmp_path / "a.dqc")
+    (tmp_path / "a.dqc").rename(tmp_path / "elsewhere.dqc")
+    command = [sys.executable, "-m", "dynaquant.cli", "verify", tmp_path / "b.dqc"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "is missing; put it back there" in done.stdout
+    assert "delete" not in done.stdout
+    assert data("verify", tmp_path / "b.dqc", code=1)["damaged"] == []

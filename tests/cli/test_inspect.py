@@ -243,7 +243,7 @@ def test_a_change_from_zero_has_no_relative_size(tmp_path):
 
 def test_verify_finds_damaged_checkpoints_and_their_dependent_deltas(tmp_path):
     make_run(tmp_path)
-    assert data("verify", tmp_path) == {"sound": 4, "damaged": []}
+    assert data("verify", tmp_path) == {"sound": 4, "damaged": [], "unreadable": []}
     damage(tmp_path, 40, "model.1.weight")
     found = data("verify", tmp_path, code=1)
     assert found["sound"] == 2
@@ -410,7 +410,7 @@ def test_verify_ignores_a_checkpoint_that_is_deleted_meanwhile(tmp_path, monkeyp
         return file(self, step)
 
     monkeypatch.setattr(Run, "file", deleting)
-    assert data("verify", tmp_path / "verify") == {"sound": 3, "damaged": []}
+    assert data("verify", tmp_path / "verify") == {"sound": 3, "damaged": [], "unreadable": []}
 
 
 def test_scalars_empty_tensors_and_nans_are_shown(tmp_path):
@@ -447,6 +447,6 @@ def test_folders_of_frameworks_stand_for_a_run_and_for_a_checkpoint(tmp_path, fa
     write_pointer(tmp_path / "first" / POINTER_FILE, Run(run).file(step))
     assert data("show", tmp_path / "first")["step"] == step
     fails("not a run", "show", tmp_path / "first", step)
-    assert data("verify", tmp_path / "first") == {"sound": 1, "damaged": []}
+    assert data("verify", tmp_path / "first") == {"sound": 1, "damaged": [], "unreadable": []}
     for command in (("log",), ("prune", "--keep-last", 1)):
         fails(f"step {step} of the run", *command, tmp_path / "first")

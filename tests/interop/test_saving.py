@@ -241,7 +241,7 @@ def test_a_missing_or_replaced_parent_is_an_error_that_names_it_and_can_be_given
     moved = tmp_path / "moved.dqc"
     paths[0].rename(moved)
     with pytest.raises(
-        dq.CheckpointError, match=r"checkpoint-0/state\.dqc .* is missing; put it back there, or give it"
+        dq.CheckpointError, match=r"checkpoint-0/state\.dqc .* is missing; put it back there, or in Python, give it"
     ):
         dq.load(paths[2])
     assert bits(dq.load(paths[2], parent=[paths[1], moved])) == states[2]
@@ -300,7 +300,7 @@ def test_file_objects_are_conditioned_on_each_other_and_on_files(chain):
     assert bits(dq.load(buffers[1], parent=[buffers[0], paths[2]])) == bits(state)
     assert len(buffers[1].getvalue()) < 0.5 * paths[0].stat().st_size
     buffers[1].seek(0)
-    with pytest.raises(dq.CheckpointError, match=r"its parent .* has no path; give it as parent="):
+    with pytest.raises(dq.CheckpointError, match=r"its parent .* has no path; in Python, give it as parent="):
         dq.load(buffers[1])
 
 

@@ -12,14 +12,19 @@ from dynaquant.saving.moment_tolerances import (
     FIRST_BESIDE_EXACT,
     SECOND_BESIDE_EXACT,
     MomentTolerances,
-    first_tolerances,
+    tolerances_of,
 )
 from dynaquant.saving.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run
+from dynaquant.training.first_moments import windows_of
 
 COARSEST = 1.4
 FINEST, FINEST_OF_HIGH = 0.5, 0.25
 OF_SGD = 0.5
+
+
+def first_tolerances(objects, preset, interval, corrected):
+    return tolerances_of(windows_of(objects, corrected), preset, interval)
 
 
 def tolerance(interval, quality="balanced", beta=0.9, optimizer=torch.optim.AdamW, corrected=True):

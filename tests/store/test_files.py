@@ -4,6 +4,8 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.interop.packing import Packer, compress
+from dynaquant.store import flock
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.run import Run
 from dynaquant.store.tags import remove_tag, set_tag, tags_of
@@ -39,7 +42,8 @@ def done(monkeypatch):
 def test_a_file_is_synced_before_it_is_renamed_and_its_folder_afterwards(tmp_path, done):
     with atomic_file(tmp_path / "out") as file:
         file.write(b"whole")
-    temporary = str(tmp_path / f"out.dynaquant-{os.getpid()}.tmp")
+    temporary = done[0][1]
+    assert Path(temporary).name.startswith("out.dynaquant-")
     assert done == [("durable", temporary), ("named", temporary), ("durable", str(tmp_path))]
     assert (tmp_path / "out").read_bytes() == b"whole"
 
@@ -49,7 +53,7 @@ def test_a_folder_and_its_files_are_synced_before_it_is_renamed_and_its_parent_a
         (folder / "deep").mkdir()
         (folder / "deep" / "file").write_bytes(b"whole")
         (folder / "index").write_text("{}")
-    temporary = str(tmp_path / f"out.dynaquant-{os.getpid()}.tmp")
+    temporary = done[-2][1]
     assert sorted(done[:-2]) == [
         ("durable", f"{temporary}{inside}") for inside in ("", "/deep", "/deep/file", "/index")
     ]
@@ -196,3 +200,48 @@ def test_a_new_writer_deletes_the_temporary_files_of_a_killed_one(tmp_path):
     (tmp_path / "step-000000000003.dqc.tmp").mkdir()  # a writer leaves no such folder
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)):
         assert sorted(os.listdir(tmp_path)) == ["step-000000000001.dqc", "step-000000000003.dqc.tmp"]
+
+
+def test_a_new_file_has_the_permissions_of_the_one_that_it_replaces(tmp_path):
+    path = tmp_path / "state.dqc"
+    dq.save({"w": torch.ones(8)}, path)
+    path.chmod(0o600)
+    dq.save({"w": torch.zeros(8)}, path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with dq.Checkpointer(tmp_path / "run", nn.Linear(64, 64), keep=dq.Keep(last=1)) as ckpt:
+        ckpt.save(1).result()
+        own = Run(tmp_path / "run").path(1)
+        own.chmod(0o600)
+        ckpt.save(1).result()
+    assert own.stat().st_mode & 0o777 == 0o600
+
+
+def test_threads_may_write_the_same_file_and_the_last_one_wins(tmp_path):
+    def write(number: int) -> None:
+        for _ in range(20):
+            with atomic_file(tmp_path / "out") as file:
+                file.write(bytes([number]) * 1000)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
+    assert len(set((tmp_path / "out").read_bytes())) == 1
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_temporary_file_that_another_process_took_for_a_leftover_is_made_again(tmp_path, monkeypatch):
+    deleted = []
+
+    @contextmanager
+    def locked_too_late(path, wait):
+        if not deleted:
+            path.unlink()
+            deleted.append(path)
+        with real(path, wait) as found:
+            yield found
+
+    real = flock.locked
+    monkeypatch.setattr(flock, "locked", locked_too_late)
+    with atomic_file(tmp_path / "out") as file:
+        file.write(b"whole")
+    assert deleted
+    assert (tmp_path / "out").read_bytes() == b"whole"

@@ -65,7 +65,7 @@ def test_a_tagged_checkpoint_stays_when_its_step_is_saved_again(tmp_path, caplog
         *((300, [], False), (400, [], False), (400, ["best"], True)),
         *((401, [], False), (500, [], False)),
     ]
-    assert data("verify", run) == {"sound": 5, "damaged": []}
+    assert data("verify", run) == {"sound": 5, "damaged": [], "unreadable": []}
     call("branch", run, "best", tmp_path / "branch")
     assert bits(dq.load(tmp_path / "branch", 400)) == earlier
 

@@ -4,6 +4,7 @@ import pytest
 from committed import assert_holds, checkpoint_of, damage_levels, series
 from hypothesis import given
 from hypothesis import strategies as st
+from rewritten import rewrite
 from torch import randn
 
 from dynaquant.engine.forms.schemes import Rearranged
@@ -277,3 +278,17 @@ def test_a_step_is_not_replaced_if_a_sound_child_cannot_be_recoded(run, monkeypa
         prepare_replacement(run, 2, Retention())
     for checkpoint in made:
         assert_holds(run, checkpoint)
+
+
+def test_what_a_checkpoint_of_a_newer_version_may_need_is_not_deleted(run):
+    base = None
+    for step in (1, 2, 3):
+        _, base = run.commit(checkpoint_of(step, {"w": randn(80, 50)}), base)
+    sound = run.path(3).read_bytes()
+    rewrite(run.path(3), lambda header: header.update(requires=["coding of the future"]))
+    with (other := WritableRun(run.folder)).locked():
+        (note,) = prune(other, Retention(Keep(last=1)))
+    assert "nothing was deleted" in note
+    assert "install a newer one" in note
+    run.path(3).write_bytes(sound)
+    assert steps_of(run) == [1, 2, 3]

@@ -1,13 +1,16 @@
 """Tags: names of checkpoints."""
 
+import errno
 import json
 import os
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.store import tags
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.tags import FOLDER, remove_tag, set_tag, tagged_file, tags_of
@@ -137,6 +140,25 @@ def test_pruning_keeps_tagged_checkpoints_and_their_values(run):
         prune(run, Retention(dq.Keep(last=1)))
     assert run.steps() == [1, 3]
     assert all(torch.equal(before[name], value) for name, value in dq.load(run.folder, 1)["model"].items())
+
+
+def test_while_a_tag_cannot_be_read_nothing_is_deleted(run, monkeypatch):
+    set_tag(run, "best", run.file(1))
+
+    def fails(path):
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    with monkeypatch.context() as patched, run.locked():
+        patched.setattr(tags, "open_file", fails)
+        (note,) = prune(run, Retention(dq.Keep(last=1)))
+        assert re.search(r"nothing was deleted: .*best cannot be read \(Too many open files\)", note)
+        run.delete_unneeded()
+        with pytest.raises(dq.CheckpointError, match="make it readable, or delete it"):
+            tags_of(run)
+    assert run.steps() == [1, 2, 3]
+    with run.locked():
+        assert prune(run, Retention(dq.Keep(last=1))) == []
+    assert run.steps() == [1, 3]
 
 
 def test_a_training_keeps_checkpoints_that_are_tagged_while_it_writes(tmp_path):

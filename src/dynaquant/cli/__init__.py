@@ -14,6 +14,7 @@ In reading order:
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -98,6 +99,8 @@ def options(
 
 def main() -> None:
     """Run the command line. An error becomes one message on stderr and exit code 1."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - closed by the shell: >&-
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × prints ? instead of failing

@@ -84,7 +84,9 @@ def compress(
     from dynaquant.store.container import CheckpointFile
     from dynaquant.store.listing import SUFFIX
 
-    out = out if out is not None else source.with_name(source.name + SUFFIX)
+    if out is None:
+        whole = source.absolute() if source.name else source.resolve()  # "." has no name
+        out = (source if source.name not in ("", "..") else whole).with_name(f"{whole.name}{SUFFIX}")
     must_not_exist(out, force)
     with output.status_line() as tell:
         record = compress_file(
@@ -116,6 +118,7 @@ def decompress(
             f"{source} is not a file" + (" (for a run, use unpack or export)" if source.is_dir() else "")
         )
     stored = StoredCheckpoint(source)
+    _must_not_be_read(stored, out)
     with output.status_line() as tell:
         notes = export_checkpoint(stored, to or target_for(stored, out), out, tell)
     size = output.size_of(out)
@@ -209,6 +212,7 @@ def export(
     to = to or model_target(out)
     must_not_exist(out, force)
     stored = open_stored(folder, step)
+    _must_not_be_read(stored, out)
     with output.status_line() as tell:
         notes = export_checkpoint(stored, to, out, tell)
     _say_written(stored, out, notes, as_json)
@@ -257,6 +261,12 @@ def unpack(
     output.print_result(as_json, text, out=str(out), checkpoints=written)
     if not as_json:
         _print_notes([note for each in notes.values() for note in each], len(paths))
+
+
+def _must_not_be_read(stored: StoredCheckpoint, out: Path) -> None:
+    """Raise CheckpointError if an output would replace a file that it is made from."""
+    if any(file.is_at(out) for file in stored.chain):
+        raise CheckpointError(f"{out} is a file that this reads; give another name")
 
 
 def _say_written(stored: StoredCheckpoint, out: Path, notes: list[str], as_json: bool) -> None:

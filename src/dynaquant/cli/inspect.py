@@ -15,6 +15,7 @@ from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
     from dynaquant.engine.forms.form import StoredTensor
+    from dynaquant.errors import CheckpointError
     from dynaquant.report.decoded import Change
     from dynaquant.report.inspection import TensorInfo
     from dynaquant.saving.record import Record, Size
@@ -266,7 +267,7 @@ def diff(
 def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
     """Decode every checkpoint of a run, or one file, and compare all values with their hashes.
 
-    The exit code is 1 if a checkpoint is damaged.
+    The exit code is 1 if a checkpoint is damaged, or could not be read.
     """
     from dynaquant.store.pointers import Pointer, found_at
     from dynaquant.store.verifying import damage_of_file, verify_run
@@ -274,31 +275,35 @@ def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
     pointer = found_at(folder)
     if isinstance(pointer, Pointer) or folder.is_file():
         error = damage_of_file(pointer.file().path if isinstance(pointer, Pointer) else folder)
-        _print_verified(int(error is None), [] if error is None else [str(error)], as_json)
+        _print_verified(int(error is None), [] if error is None else [error], as_json)
         return
     run, broken = run_of(folder)
     summaries = run.summaries()[0]
     found = dict(output.with_progress(verify_run(run), "verifying", len(summaries)))
-    damaged = [str(error) for error in broken]
-    damaged += [str(error) for summary in summaries if (error := found.get(summary.step)) is not None]
+    failed = [*broken, *(error for summary in summaries if (error := found.get(summary.step)) is not None)]
     replaced, broken = run.replaced()
     errors = [*broken, *filter(None, (damage_of_file(file.path) for file in replaced))]
-    damaged += map(str, errors)
     sound = sum(error is None for error in found.values()) + len(replaced) + len(broken) - len(errors)
-    _print_verified(sound, damaged, as_json)
+    _print_verified(sound, [*failed, *errors], as_json)
 
 
-def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:
+def _print_verified(sound: int, failed: list[CheckpointError], as_json: bool) -> None:
+    from dynaquant.store.verifying import may_be_sound
+
+    unreadable = [str(error) for error in failed if may_be_sound(error)]
+    damaged = [str(error) for error in failed if not may_be_sound(error)]
     if as_json:
-        output.print_json({"sound": sound, "damaged": damaged})
+        output.print_json({"sound": sound, "damaged": damaged, "unreadable": unreadable})
     else:
         for reason in damaged:
             output.print_(f"damaged: {reason}")
-        output.print_(f"{sound} of {sound + len(damaged)} checkpoints decode to the values that were saved")
+        for reason in unreadable:
+            output.print_(f"not checked, as it cannot be read here: {reason}")
+        output.print_(f"{sound} of {sound + len(failed)} checkpoints decode to the values that were saved")
         if damaged:
             restored = "restore takes the newest of these; " if sound else ""
             output.print_(f"{restored}put a damaged file back from a copy, or delete it")
-    if damaged:
+    if failed:
         raise typer.Exit(1)
 
 

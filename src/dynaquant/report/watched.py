@@ -42,7 +42,10 @@ class WatchedRun:
         if not self._records:
             self._run = run_at(self._folder)  # a framework may have made its folder meanwhile
         listing, broken = self._run.listing()
-        tags = tags_of(self._run)
+        try:
+            tags = tags_of(self._run)
+        except CheckpointError as error:
+            tags, broken = [], [*broken, error]
         found: list[Seen] = []
         records: dict[FileVersion, Record] = {}
         for listed in listing:

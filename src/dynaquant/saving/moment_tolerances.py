@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from dynaquant.engine.quantize.magnitude import Magnitude
+from dynaquant.engine.quantize.step_limits import StepLimits
+from dynaquant.engine.shards import Shards
+from dynaquant.ranks.dtensors import local_of
+from dynaquant.saving.movement import sampled_values
 from dynaquant.saving.presets import DROPPED, Preset
-from dynaquant.training.first_moments import MomentWindow, windows_of
+from dynaquant.training.first_moments import MomentWindow
 
 ROUNDING = 1 + 1e-9
 LOST_BY_NOISE = 0.1
@@ -21,6 +28,10 @@ COARSEST = 1.4
 OF_SGD, WINDOW_OF_SGD = 0.5, 10.0
 """The tolerance of momentum of SGD, as measured with this window: momentum 0.9. Noise lasts as long as the window, so
 in a longer one its square must be smaller: docs/decisions.md, "What about the momentum of SGD?"."""
+OF_ROUNDING = 0.25
+"""An error of SGD's momentum may displace a weight by this share of what rounding to the largest step may."""
+_SAMPLE = 4_096
+"""Values of a tensor that tell its size."""
 FIRST_BESIDE_EXACT, SECOND_BESIDE_EXACT = 0.35, 0.045
 """The largest tolerances of moments beside exact weights: docs/decisions.md, "How coarse may a second moment be?"."""
 
@@ -49,14 +60,45 @@ class MomentTolerances:
         return MomentTolerances(finer(self.first), min(self.second, SECOND_BESIDE_EXACT), firsts)
 
 
-def first_tolerances(
-    objects: Mapping[str, Any], preset: Preset, interval: int | None, corrected: bool
+def bounded_by_weights(
+    tolerances: Mapping[str, float],
+    windows: Mapping[str, MomentWindow],
+    tensors: Mapping[str, Tensor],
+    displaced: Mapping[str, float],
+    limits: StepLimits,
+    shards: Shards,
 ) -> dict[str, float]:
-    """Return the tolerance of first moments by name, as far as β is known: see ``tolerances_of``.
+    """Return the tolerances, but with that of SGD's momentum so fine that it moves no weight further than a grid may.
 
-    objects: of the training, by name. corrected: whether restores correct moments of zero.
+    An error e of the momentum displaces a weight by ``lr / (1 - β) · e`` until it is forgotten. Early in a training,
+    that can be half of a small weight: docs/decisions.md, "What about the momentum of SGD?". Collective with shards.
+
+    tolerances: of the windows, by name of the moment. tensors: of the state. displaced: how far each weight has moved
+    since the training began. limits: of the weights' grid steps. shards: of the tensors.
     """
-    return tolerances_of(windows_of(objects, corrected), preset, interval)
+    reach = {
+        name: window.reach
+        for name, window in windows.items()
+        if window.reach is not None and tolerances.get(name, DROPPED) < DROPPED
+    }
+    weights = {name: name.partition(".state.")[2].rpartition(".")[0] for name in reach}
+    pairs = {name: weight for name, weight in weights.items() if name in tensors and weight in tensors}
+    sizes = _sizes({name: tensors[name] for name in {*pairs, *pairs.values()}}, shards)
+    found = dict(tolerances)
+    for name, weight in pairs.items():
+        step = limits.largest_step(Magnitude(sizes[weight] ** 2, sizes[weight]), displaced.get(weight))
+        most, moved = OF_ROUNDING * step / math.sqrt(12), reach[name] * sizes[name]
+        if moved * found[name] > most:
+            found[name] = most / moved
+    return found
+
+
+def _sizes(tensors: Mapping[str, Tensor], shards: Shards) -> dict[str, float]:
+    """Return the root mean square of each tensor's sample. Collective with shards."""
+    samples = sampled_values({name: local_of(tensor) for name, tensor in tensors.items()}, _SAMPLE)
+    own = {n: samples.get(n, np.zeros(0)) for n in sorted(tensors)}
+    sums = shards.sums({name: [float(np.square(each).sum()), len(each)] for name, each in own.items()})
+    return {name: math.sqrt(squares / count) if count else 0.0 for name, (squares, count) in sums.items()}
 
 
 def tolerances_of(windows: Mapping[str, MomentWindow], preset: Preset, interval: int | None) -> dict[str, float]:

@@ -23,13 +23,14 @@ from dynaquant.saving.frozen_and_omitted import (
     omitted_tensors,
 )
 from dynaquant.saving.gradient_statistics import GradientStatistics
-from dynaquant.saving.moment_tolerances import first_tolerances
+from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of
 from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.epsilons import epsilons_of
+from dynaquant.training.first_moments import windows_of
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import models_of
@@ -109,7 +110,9 @@ class TrainingSource:
         tolerances: Mapping[str, float] = {}
         if self._preset is not None:
             displaced = self._group.run_reducing(lambda: displacements.since_the_start(captured.shards))
-            tolerances = first_tolerances(self._objects, self._preset, interval, corrected)
+            windows = windows_of(self._objects, corrected)
+            tolerances, limits = tolerances_of(windows, self._preset, interval), self._preset.step_limits
+            tolerances = bounded_by_weights(tolerances, windows, own, displaced, limits, captured.shards)
             notes += note_on_parameters_without_optimizer(self._model, frozen)
             notes += notes_on_exact_moments(captured, self._objects, self._patterns)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dynaquant.engine import kernels
 from dynaquant.engine.quantize.candidate import CandidateTensor, CandidateWeights, pieces
 from dynaquant.engine.quantize.grid import RoundedToGrid
+from dynaquant.engine.quantize.grid_weights import matrices_of
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.dtensors import local_of
 
@@ -25,12 +26,17 @@ def distortion(
     """Return ``Σ F·δ² / Σ F·w²``: the squared errors of the weights, relative to their squares.
 
     weights, candidate: by name. mean_squares: F, the mean squared gradient of each tensor. With it, the result is the
-    second-order model of the loss up to a factor (method 2.1). Empty: all tensors count alike. 0 if nothing is
-    quantized. shards: of the weights. Collective if there are any.
+    second-order model of the loss up to a factor (method 2.1). The squares are then those of the matrices: they stand
+    for what has been learned, and where a bias or a norm has a large F, its square can be many times that. Empty: all
+    tensors count alike, also in the squares. 0 if nothing is quantized. shards: of the weights. Collective if there are
+    any.
     """
     sums = shards.sums({name: _squares(weights[name], tensor) for name, tensor in candidate.items()})
     factors = {name: mean_squares.get(name, 0.0) if mean_squares else 1.0 for name in candidate}
-    weight_sum = sum(factors[name] * square for name, (square, _) in sums.items())
+    shapes = {name: shards.of(name, weights[name]).shape for name in sums}
+    squares = {name: factors[name] * square for name, (square, _) in sums.items()}
+    weight_sum = sum(squares[name] for name in matrices_of(shapes)) if mean_squares else 0.0
+    weight_sum = weight_sum or sum(squares.values())
     error_sum = sum(factors[name] * error for name, (_, error) in sums.items())
     return error_sum / weight_sum if weight_sum else 0.0
 

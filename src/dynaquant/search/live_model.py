@@ -210,11 +210,13 @@ def _marks(model: nn.Module) -> list[Any]:
     return [*(parameter._version for parameter in trained), *few]
 
 
-def _frozen(model: nn.Module) -> dict[str, tuple[int, list[bytes]]]:
-    """Return by name how often PyTorch has written to each frozen parameter, and samples of its values.
+def _frozen(model: nn.Module) -> dict[str, list[bytes]]:
+    """Return samples of the values of each frozen parameter by name.
 
-    The sample is needed because PyTorch does not count writes through ``.data``. Parameters that their own layer
-    writes to are left out: those with a largest norm, and packed ones, which a layer may pack otherwise to evaluate.
+    PyTorch's count of writes tells too little, as it leaves out those through ``.data``, and too much: a layer that is
+    parametrized in each forward pass, as by PEFT's ``target_parameters``, writes what is there already. Parameters that
+    their own layer writes to are left out: those with a largest norm, and packed ones, which a layer may pack otherwise
+    to evaluate.
     """
     writing = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
     written = {id(parameter) for module in writing for parameter in module._parameters.values()}
@@ -225,7 +227,7 @@ def _frozen(model: nn.Module) -> dict[str, tuple[int, list[bytes]]]:
         return [sample_of(each) for each in held]
 
     return {
-        name: (0 if is_sharded(parameter) else parameter._version, samples(parameter))
+        name: samples(parameter)
         for name, parameter in named_parameters(model)
         if not parameter.requires_grad and not parameter.is_inference() and id(parameter) not in written
     }

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,16 +28,18 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
     cannot be a file, OSError if it cannot be written.
     """
     check_output(out)
-    temporary = temporary_path(out)
-    file = temporary.open("xb")  # outside the try block: if the file exists already, it must not be deleted
     try:
-        with in_use(temporary):
-            with file:
-                yield file
-            sync(temporary)
-            temporary.replace(out)
+        with _temporary(out, lambda path: path.touch(exist_ok=False)) as temporary:
+            try:
+                with temporary.open("wb") as file:
+                    keep_mode(temporary, out)
+                    yield file
+                sync(temporary)
+                temporary.replace(out)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
         add_disk_full_note(error, out)
         raise
     sync_parent(out)
@@ -53,19 +56,20 @@ def atomic_folder(out: Path, replacing: bool = False) -> Iterator[Path]:
     if out.exists() and not (out.is_dir() and (replacing or not any(out.iterdir()))):
         raise CheckpointError(f"{out} exists and is not an empty folder; choose another name")
     check_parent(out)
-    temporary = temporary_path(out)
-    temporary.mkdir()
     try:
-        with in_use(temporary):
-            yield temporary
-            for path in (*temporary.rglob("*"), temporary):
-                sync(path)
-            if replacing and out.exists():
-                _swap(temporary, out)
-            else:
-                temporary.replace(out)
+        with _temporary(out, Path.mkdir) as temporary:
+            try:
+                yield temporary
+                for path in (*temporary.rglob("*"), temporary):
+                    sync(path)
+                if replacing and out.exists():
+                    _swap(temporary, out)
+                else:
+                    temporary.replace(out)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         add_disk_full_note(error, out)
         raise
     sync_parent(out)
@@ -83,26 +87,34 @@ def _swap(new: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def temporary_path(out: Path) -> Path:
-    """Return a temporary path beside ``out``. Deletes the temporary files of killed processes for ``out``.
-
-    A process locks the file that it writes (``in_use``), and the system drops the lock when the process dies.
-    """
-    names = re.compile(re.escape(out.name) + r"\.dynaquant-\d+(\.old)?\.tmp")
-    for leftover in out.absolute().parent.iterdir():
-        if names.fullmatch(leftover.name):
-            _delete_unless_in_use(leftover)
-    return out.with_name(f"{out.name}.dynaquant-{os.getpid()}.tmp")
+def keep_mode(new: Path, out: Path) -> None:
+    """Give a file that will replace another one its permissions. A new name has those of the process."""
+    with suppress(FileNotFoundError):
+        new.chmod(stat.S_IMODE(out.stat().st_mode))
 
 
 @contextmanager
-def in_use(temporary: Path) -> Iterator[None]:
-    """Lock a temporary file or folder for the block, so that no other process deletes it as a leftover.
+def _temporary(out: Path, create: Callable[[Path], None]) -> Iterator[Path]:
+    """Create a temporary file or folder beside ``out``, and lock it for the block. Deletes those of killed processes.
 
-    On a file system without locks, leftovers are never deleted.
+    A lock says that a file is no leftover, and the system drops it when the process dies. On a file system without
+    locks, leftovers are never deleted.
     """
-    with flock.locked(temporary, wait=False):
-        yield
+    names = re.compile(re.escape(out.name) + r"\.dynaquant-[0-9a-f]+(\.old)?\.tmp")
+    for leftover in out.absolute().parent.iterdir():
+        if names.fullmatch(leftover.name):
+            _delete_unless_in_use(leftover)
+    with ExitStack() as lock:
+        while True:
+            path = out.with_name(f"{out.name}.dynaquant-{secrets.token_hex(4)}.tmp")
+            create(path)
+            # Until it is locked, another process may take it for a leftover, lock it, and delete it.
+            with suppress(FileNotFoundError):
+                lock.enter_context(flock.locked(path, wait=True))
+                if path.exists():
+                    break
+            lock.close()
+        yield path
 
 
 def _delete_unless_in_use(leftover: Path) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dynaquant.errors import CheckpointError, RunChangedError
+from dynaquant.errors import CheckpointError, RunChangedError, UnreadableError
 from dynaquant.garbage import collection_paused
 from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, Parent, open_if_exists
@@ -87,13 +87,13 @@ def parent_of(file: CheckpointFile, path_of: PathOf, given: Sequence[CheckpointF
 def _parent_beside(file: CheckpointFile, identity: str, reference: str) -> CheckpointFile:
     """Return the parent of a single file, which names it by a path from its own folder."""
     if not reference:
-        raise CheckpointError(f"{file.path}: its parent ({identity[:8]}…) has no path; give it as parent=")
+        raise CheckpointError(f"{file.path}: its parent ({identity[:8]}…) has no path; in Python, give it as parent=")
     # The writer named the parent from the real folder of the file, which may be reached by a link.
     path = Path(os.path.realpath(file.path.resolve().parent / reference))
     what = f"{file.path}: its parent {path} ({identity[:8]}…)"
-    advice = "put it back there, or give it as parent="
+    advice = "put it back there, or in Python, give it as parent="
     if (found := open_if_exists(path)) is None:
-        raise CheckpointError(f"{what} is missing; {advice}")
+        raise UnreadableError(f"{what} is missing; {advice}")
     if found.header.identity != identity:
         raise CheckpointError(f"{what} holds another state now; {advice}")
     if found.header.sequence >= file.header.sequence:
@@ -185,11 +185,11 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
     wanted = dict.fromkeys(names)
     for i, file in enumerate(chain):
         known = file.header.by_name
-        if missing := sorted(wanted.keys() - known.keys()):
+        if missing := sorted(name for name in wanted if name not in known):  # not a difference: it looks at all known
             raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
         entries = [known[name] for name in wanted]
         others = {other for entry in entries if (other := entry.scheme.depends_on) is not None}
-        if missing := sorted(others - known.keys()):
+        if missing := sorted(name for name in others if name not in known):
             raise CheckpointError(f"{file.path}: a tensor depends on {missing[0]}, which is not in the file")
         entries += [known[name] for name in others - wanted.keys()]
         needed.append(dependent_last(entries))

@@ -23,6 +23,7 @@ from dynaquant.engine.label import Label
 from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files
+from dynaquant.store.atomic_files import keep_mode
 from dynaquant.store.chain import open_part
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.files import add_disk_full_note, file_version, make_folder, sync, sync_parent
@@ -258,6 +259,7 @@ class WritableRun(Run):
         temporary = path.with_name(path.name + TEMPORARY)
         with self._deleted_on_error(temporary, path):
             written = written_file(temporary, draft, tensors, labels, base, coder, again=identity is not None)
+            keep_mode(temporary, path)
             if identity not in (None, written.header.identity):
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
             for number in range(len(written.header.parts)):

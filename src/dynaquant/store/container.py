@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import zstandard
 from blake3 import blake3
 
-from dynaquant.errors import CheckpointError, RunChangedError
+from dynaquant.errors import CheckpointError, RunChangedError, UnreadableError
 from dynaquant.garbage import collection_paused
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.content import InMemory, OnDisk, read_at
@@ -200,7 +200,7 @@ def stored_header(file: BinaryIO, size: int) -> tuple[bytes, int, str]:
         raise CheckpointError("truncated: the file ends too early")
     _, version = _PREAMBLE.unpack(start)
     if version != FORMAT_VERSION:
-        raise CheckpointError(why_unreadable(version))
+        raise UnreadableError(why_unreadable(version))
     file.seek(size - _TRAILER.size)
     stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
     if magic != MAGIC:
@@ -262,7 +262,7 @@ class CheckpointFile:
             plain, streams_end = self._read_header(file)
             return self._parse(plain), streams_end
         except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+            raise type(error)(f"{self.path}: {error}") from None
         except MemoryError as error:
             raise CheckpointError(f"{self.path}: its header needs more memory than there is") from error
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dynaquant.engine.forms import schemes
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import UnreadableError
 from dynaquant.store.entry import Entry
 
 _CODING = "coding "
@@ -24,13 +24,13 @@ def required_features(entries: Iterable[Entry]) -> list[str]:
 
 
 def check_features(required: Any) -> None:
-    """Raise CheckpointError if a header requires a feature that this reader lacks; ValueError if it is no list."""
+    """Raise UnreadableError if a header requires a feature that this reader lacks; ValueError if it is no list."""
     if not isinstance(required, list) or not all(isinstance(name, str) and name.isprintable() for name in required):
         raise ValueError("what it requires is not a list of names")
     known = {f"{_CODING}{kind}" for kind in schemes.KINDS}
     lacking = [name for name in required if name not in known]
     if lacking:
-        raise CheckpointError(f"needs what this dynaquant cannot read: {', '.join(lacking)}; install a newer one")
+        raise UnreadableError(f"needs what this dynaquant cannot read: {', '.join(lacking)}; install a newer one")
 
 
 def why_unreadable(version: int) -> str:

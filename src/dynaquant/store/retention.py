@@ -15,7 +15,7 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Parent, Summary
 from dynaquant.store.run import Run, chain_lengths
 from dynaquant.store.tags import set_tag, tags_of
-from dynaquant.store.verifying import damage
+from dynaquant.store.verifying import damage, may_be_sound
 
 log = logging.getLogger("dynaquant")
 
@@ -162,12 +162,9 @@ def _depends_on(summary: Summary, steps: Collection[int], by_step: Mapping[int, 
 
 
 def _raise_if_unreadable(error: CheckpointError) -> None:
-    """Raise the error if it comes from the system or a lack of memory, not from the contents of a file."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError | MemoryError):
-            raise error
-        cause = cause.__cause__
+    """Raise the error if the file may be sound."""
+    if may_be_sound(error):
+        raise error
 
 
 def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None:
@@ -190,7 +187,8 @@ def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None
 def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:
     """Return the steps of a run that the retention does not keep and that have no tag.
 
-    damaged: steps whose files are known not to decode. They and their dependent deltas do not count as kept.
+    damaged: steps whose files are known not to decode. They and their dependent deltas do not count as kept. Raises
+    CheckpointError if a tag cannot be read now.
     """
     if retention.keep.keeps_all:
         return []
@@ -246,10 +244,10 @@ def damaged_among_kept(
 
 def prune(run: WritableRun, retention: Retention, damaged: Collection[int] = ()) -> list[str]:
     """Delete ``steps_to_delete``. The caller has locked the run. Returns the notes of ``recode_dependents``."""
-    steps = steps_to_delete(run, retention, damaged)
-    if not steps:
-        return []
     try:
+        steps = steps_to_delete(run, retention, damaged)
+        if not steps:
+            return []
         needed, notes = recode_dependents(run, steps)
     except CheckpointError as error:
         return [f"nothing was deleted: {error}"]

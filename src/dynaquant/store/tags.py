@@ -37,21 +37,39 @@ class Tag:
 
 
 def tags_of(run: Run) -> list[Tag]:
-    """Return the tags of a run, sorted by name. Skips files that are not tags."""
-    found = []
-    for path in sorted((run.folder / FOLDER).glob("*")):
+    """Return the tags of a run, sorted by name. Skips files that are not tags.
+
+    Raises CheckpointError if a tag cannot be read now: retention must not delete what it names.
+    """
+    folder, found = run.folder / FOLDER, []
+    try:
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    for name in names:
         try:
-            with open_file(path) as file:
+            with open_file(folder / name) as file:
                 text = file.read(_LARGEST + 1)
             if len(text) > _LARGEST:
                 continue
             content = json.loads(text.decode())
-            tag = Tag(path.name, content["step"], content["identity"])
-        except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
+            tag = Tag(name, content["step"], content["identity"])
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except OSError as error:
+            raise _unreadable(folder / name, error) from error
+        except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if _NAME.fullmatch(tag.name) and is_step(tag.step) and type(tag.identity) is str:
             found.append(tag)
     return found
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read ({error.strerror}), so it is not known which checkpoints have a tag; make it readable, "
+        "or delete it"
+    )
 
 
 def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> Tag:

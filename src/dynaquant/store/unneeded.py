@@ -23,12 +23,16 @@ def unneeded(run: Run, parts_begun: bool) -> list[Path]:
     """Return the files that the writer of a run may delete.
 
     parts_begun: whether parts are being written that no checkpoint refers to yet. Then no parts are found. While a
-    checkpoint cannot be read, only replaced checkpoints are found, because it may need any of the others.
+    checkpoint cannot be read, only replaced checkpoints are found, because it may need any of the others; while a tag
+    cannot be read, nothing.
     """
     summaries, broken = run.summaries()
     replaced, broken_too = run.replaced()
     in_place = {(summary.step, summary.identity) for summary in summaries}
-    named = {(tag.step, tag.identity) for tag in tags_of(run)}
+    try:
+        named = {(tag.step, tag.identity) for tag in tags_of(run)}
+    except CheckpointError:  # a tag that cannot be read now may name any of them
+        return []
     copies = {copy_path(run.folder, summary) for summary in summaries[-1:]} | _copies_of_weights(run, named)
     found = []
     for file in replaced:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynaquant.engine.forms.form import StoredTensor
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, UnreadableError
 from dynaquant.store import frozen_files, frozen_tensors
 from dynaquant.store.chain import dependent_last, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile, Summary
@@ -56,6 +56,14 @@ def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
             run.load(copy)
 
     return _error_of(load)
+
+
+def may_be_sound(error: BaseException) -> bool:
+    """Whether an error does not come from the contents of a file, but from the system, or from what is missing here."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError | MemoryError | UnreadableError):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def _error_of(load: Callable[[], None]) -> CheckpointError | None:

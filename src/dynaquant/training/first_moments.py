@@ -82,12 +82,14 @@ class MomentWindow:
     """The steps of training that a first moment averages over. steps: ``1 / (1 - β)``. lost: by a restore without it.
 
     kept: "coarse" if even a coarse moment is better than none, "fine" if only a fine one is, "always" if a restore
-    without it loses more than these steps.
+    without it loses more than these steps. reach: how far an error of the moment displaces a weight until it is
+    forgotten, as a multiple of the error; None if that depends on more than the learning rate.
     """
 
     steps: float
     lost: float
     kept: Kept
+    reach: float | None = None
 
 
 LOST_ANYWAY = 0.5
@@ -123,7 +125,8 @@ def windows_in(optimizer: Optimizer, keys: Sequence[Sequence[str | int]], correc
         share = 1.0
         if rule is not None and (corrected or rule.largest_factor <= 1):
             share = LOST_ANYWAY
-        window = MomentWindow(steps, share * steps, "coarse" if rule is None else rule.kept)
+        kept: Kept = "coarse" if rule is None else rule.kept
+        window = MomentWindow(steps, share * steps, kept, float(group["lr"]) * steps if kept == "fine" else None)
         windows |= {f"{key}.{slot}": window for key in keys_of_group}
     return windows
 

@@ -24,8 +24,10 @@ from dynaquant.integrations.lightning.paths import (
     delete_unnamed,
     free_step,
     is_of,
+    is_of_tuner,
     local_path,
     paths_beside,
+    pointer_at,
 )
 from dynaquant.integrations.lightning.training import Steps, Training
 from dynaquant.integrations.versions import check_version
@@ -49,7 +51,7 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import make_folder
 from dynaquant.store.lossless_copies import EXACT_WEIGHTS
-from dynaquant.store.pointers import FIRST_BYTES, RUN_FOLDER, Pointer, read_pointer, write_pointer
+from dynaquant.store.pointers import FIRST_BYTES, RUN_FOLDER, write_pointer
 from dynaquant.store.tags import set_tag
 from dynaquant.store.writing import Checkpoint
 
@@ -137,6 +139,9 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         """
         if storage_options is not None:
             raise TypeError("CheckpointIO of dynaquant takes no storage_options")
+        if is_of_tuner(path):
+            self._torch.save_checkpoint(checkpoint, path)
+            return
         metric = self._usable_metric()
         place = local_path(path)
         make_folder(place.parent)
@@ -163,7 +168,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if not place.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         dropped: frozenset[str] = frozenset()
-        self._loaded = None
+        if not is_of_tuner(path):
+            self._loaded = None
         if place.is_file() and (begins_with(place, MAGIC) or begins_with(place, FIRST_BYTES)):
             device = map_location if isinstance(map_location, str | torch.device) else None
             stored, found = self._opened(place, None if device is None else torch.device(device))
@@ -171,7 +177,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             log.info("loaded step %d from %s", stored.file.header.step, stored.file.path)
         else:
             found = self._torch.load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
-        if self._training is not None:
+        if self._training is not None and not is_of_tuner(path):
             self._training.loaded(dropped)
         return found
 
@@ -179,7 +185,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         """Remove the pointer at a path, and the checkpoint, unless another pointer beside it or a tag names it."""
         place = local_path(path)
         with self._alone:
-            pointer = self._pointer_at(place)
+            pointer = pointer_at(place)
             if pointer is None:
                 if place.is_symlink():  # its target may be gone
                     place.unlink()
@@ -212,7 +218,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             raise
 
     def _save(self, checkpoint: dict[str, Any], place: Path, run: WritableRun, metric: Metric | None) -> None:
-        replaced = self._pointer_at(place)
+        replaced = pointer_at(place)
         if replaced is not None and not is_of(replaced, run):
             replaced = None
         tree, tensors = self._flat(checkpoint)
@@ -359,17 +365,6 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     def _run(self, folder: Path) -> WritableRun:
         folder = folder.resolve() / RUN_FOLDER
         return self._runs.setdefault(folder, WritableRun(folder))
-
-    @staticmethod
-    def _pointer_at(place: Path) -> Pointer | None:
-        """Return the pointer at a path; None if there is none, or a damaged one."""
-        if not place.is_file():
-            return None
-        try:
-            return read_pointer(place)
-        except CheckpointError as error:
-            log.warning("%s", error)
-            return None
 
 
 def _decoded(place: Path, device: torch.device | None) -> tuple[StoredCheckpoint, dict[str, Any]]:

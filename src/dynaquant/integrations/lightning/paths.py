@@ -105,3 +105,19 @@ def is_named(run: WritableRun, step: int, but: Path | None = None) -> bool:
         if pointer is not None and pointer.step == step and is_of(pointer, run):
             return True
     return False
+
+
+def is_of_tuner(path: str | os.PathLike[str]) -> bool:
+    """Whether a Tuner saves here what it puts back after its trials: it must come back bit for bit."""
+    return os.path.basename(path).startswith((".lr_find_", ".scale_batch_size_"))
+
+
+def pointer_at(place: Path) -> Pointer | None:
+    """Return the pointer at a path; None if there is none, or a damaged one."""
+    if not place.is_file():
+        return None
+    try:
+        return read_pointer(place)
+    except CheckpointError as error:
+        log.warning("%s", error)
+        return None

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ class Training(Callback):  # type: ignore[misc]
         Raises ValueError if the step does not log one number of that name for each batch.
         """
         assert self._trainer is not None
-        module = copy.deepcopy(self._bound())  # without the trainer
+        module = _copied(self._bound())  # without the trainer
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         module.eval()
         logged: list[float] = []
@@ -235,6 +235,22 @@ class Training(Callback):  # type: ignore[misc]
     def _restore_random_numbers(self, trainer: Trainer) -> None:
         if self._restored is not None and trainer.world_size == 1:
             rng.set_state(self._restored)
+
+
+def _copied(module: LightningModule) -> LightningModule:
+    """Return a deep copy. What it has gathered, such as losses, or a weight that a hook computes, loses its graph."""
+    memo = {id(found): found.detach().clone() for child in module.modules() for found in _with_graph(vars(child))}
+    return copy.deepcopy(module, memo)
+
+
+def _with_graph(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors inside dictionaries and lists that a deep copy would refuse."""
+    if isinstance(value, Tensor):
+        if not value.is_leaf:
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _with_graph(each)
 
 
 def _number(name: str, value: Any) -> float:

@@ -8,7 +8,8 @@ from copy import copy
 from itertools import islice
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list, recursively_apply, send_to_device
+from torch import Tensor
 
 from dynaquant.integrations.transformers.untouched import untouched
 from dynaquant.search.evaluation import Evaluate, LossOn, OnBatches, on_batches
@@ -76,7 +77,7 @@ def loss_on_evaluation_set(trainer: Any, loss_of: Callable[[Any, Any], Any]) -> 
         advice = "give one, or a metric, dynaquant={'evaluate': …}"
     else:
         batches = [batch for part in _batches(trainer).values() for batch in part]
-        return LossOn(batches, loss_of) if batches else None
+        return LossOn(batches, lambda model, batch: loss_of(model, _copied(batch))) if batches else None
     log.warning(
         "checkpoints are saved without a metric, as %s: an estimate from the weights' changes decides; %s, or "
         "{'evaluate': None} if this is meant",
@@ -98,7 +99,8 @@ def number_of_evaluation(trainer: Any, name: str) -> Evaluate:
     key, batches = f"{_PREFIX}{name.removeprefix(_PREFIX)}", _batches(trainer)
 
     def evaluate(model: Any) -> float:  # noqa: ARG001  # the Trainer's own, which has the weights to be measured
-        trainer.get_eval_dataloader = lambda dataset=None: batches[dataset if isinstance(dataset, str) else None]
+        own = {name: list(map(_copied, part)) for name, part in batches.items()}
+        trainer.get_eval_dataloader = lambda dataset=None: own[dataset if isinstance(dataset, str) else None]
         try:
             found = trainer.evaluate()
         finally:
@@ -111,6 +113,11 @@ def number_of_evaluation(trainer: Any, name: str) -> Evaluate:
         return float(found[key])
 
     return evaluate
+
+
+def _copied(batch: Any) -> Any:
+    """Return a copy of a batch: ``compute_loss`` may write to it, and the next evaluation must see the same data."""
+    return recursively_apply(Tensor.clone, batch)
 
 
 def higher_is_better(trainer: Any, name: str) -> bool:
