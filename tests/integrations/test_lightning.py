@@ -33,6 +33,7 @@ from commands import call
 from launched import launch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from lightning_training import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -45,6 +46,7 @@ from lightning_training import (
     trainer_of,
 )
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import DataLoader
 
 from dynaquant.engine.quantize.bounds import average_bounds
 from dynaquant.integrations.lightning import CheckpointIO, Training
@@ -547,6 +549,47 @@ def test_a_metric_of_the_module_bounds_the_loss_and_leaves_no_trace(undisturbed,
     quality = record_of(run_of(tmp_path).newest()).quality
     assert quality.degradation <= 0.001
     assert quality.original == pytest.approx(float(trainer.checkpoint_callback.best_model_score), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated")
+def test_a_metric_of_a_module_that_holds_tensors_with_a_graph(tmp_path):
+    class Holding(Module):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            self.losses = [*getattr(self, "losses", ()), {"loss": loss}]
+            return loss
+
+    module = Holding()
+    torch.nn.utils.weight_norm(module.net[0])
+    saves = {"every_n_train_steps": 3, "monitor": None, "save_top_k": -1}
+    fit(trainer_of(tmp_path, "balanced", metric="val_loss", epochs=2, **saves), module, resume=None)
+    assert len(run_of(tmp_path).steps()) > 1
+    assert module.losses[0]["loss"].grad_fn is not None
+
+
+class Tuned(Module):
+    """A module whose learning rate and batch size a Tuner may choose."""
+
+    lr, batch_size = 1e-2, 8
+
+    def train_dataloader(self):
+        return DataLoader(data(256, 1), batch_size=self.batch_size)
+
+    def val_dataloader(self):
+        return DataLoader(data(128, 2), batch_size=32)
+
+
+@pytest.mark.parametrize("tune", ["lr_find", "scale_batch_size"])
+def test_a_tuner_leaves_the_weights_as_they_were(tmp_path, tune):
+    lightning.seed_everything(1, verbose=False)
+    module = Tuned()
+    before = hash_of(module)
+    tuner = Tuner(trainer_of(tmp_path, "balanced", epochs=1))
+    if tune == "lr_find":
+        tuner.lr_find(module, num_training=5)
+    else:
+        tuner.scale_batch_size(module, max_trials=2, steps_per_trial=2, init_val=8)
+    assert hash_of(module) == before
 
 
 def test_a_metric_that_is_not_logged_is_an_error_that_says_so(tmp_path):

@@ -872,6 +872,21 @@ def test_the_metric_may_be_a_number_of_the_evaluation(tmp_path):
         again.train()
 
 
+@pytest.mark.parametrize("evaluate", ["default", "loss"])
+def test_a_loss_that_writes_to_its_batch_is_measured_on_the_same_data_each_time(tmp_path, evaluate):
+    class Writing(Scored):
+        def compute_loss(self, model, inputs, **kwargs):
+            found = super().compute_loss(model, inputs, **kwargs)
+            seen.append(inputs["labels"].sum().item())
+            inputs["labels"].fill_(-100)
+            return found
+
+    seen: list[int] = []
+    options = {} if evaluate == "default" else {"evaluate": evaluate}
+    trainer_of(tmp_path, Writing, dynaquant={"quality": "high", **options}).train()
+    assert all(labels > 0 for labels in seen)
+
+
 def test_data_without_labels_needs_a_metric(tmp_path):
     trainer = trainer_of(tmp_path, dynaquant={}, eval_strategy="no")
     trainer.eval_dataset = [{"input_ids": entry["input_ids"]} for entry in sequences(32)]

@@ -8,10 +8,12 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.engine.forms.units import ScaledMoment
+from dynaquant.engine.shards import WHOLE
 from dynaquant.saving.moment_tolerances import (
     FIRST_BESIDE_EXACT,
     SECOND_BESIDE_EXACT,
     MomentTolerances,
+    bounded_by_weights,
     tolerances_of,
 )
 from dynaquant.saving.presets import DROPPED, PRESETS
@@ -164,3 +166,61 @@ def test_moments_that_are_dropped_are_dropped_beside_exact_weights_too():
     assert finer.first == DROPPED
     assert finer.firsts == {"a": DROPPED, "b": 0.3, "c": FIRST_BESIDE_EXACT}
     assert finer.second == SECOND_BESIDE_EXACT
+
+
+def test_noise_in_the_momentum_of_sgd_displaces_no_weight_further_than_a_grid_may():
+    def tolerance_with(lr, momentum=0.9, size=1.0):
+        torch.manual_seed(0)
+        weight = nn.Parameter(0.05 * torch.randn(64, 64))
+        model = nn.ParameterDict({"w": weight})
+        optimizer = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+        objects = {"model": model, "optimizer": optimizer}
+        tensors = {"model.w": weight.detach(), "optimizer.state.model.w.momentum_buffer": size * torch.randn(64, 64)}
+        windows, preset = windows_of(objects, True), PRESETS["balanced"]
+        found = bounded_by_weights(
+            tolerances_of(windows, preset, 10), windows, tensors, {"model.w": 0.1}, preset.step_limits, WHOLE
+        )
+        return found["optimizer.state.model.w.momentum_buffer"]
+
+    assert tolerance_with(1e-4) == OF_SGD
+    step = 0.05 * PRESETS["balanced"].step_limits.moved
+    wanted = 0.25 * step / math.sqrt(12) / (0.1 / (1 - 0.9))
+    assert tolerance_with(0.1) == pytest.approx(wanted, rel=0.1)
+    assert tolerance_with(0.1, size=0.1) == pytest.approx(10 * wanted, rel=0.1)
+    assert tolerance_with(0.1, momentum=0.8) == pytest.approx(2 * wanted, rel=0.1)
+
+
+def test_an_early_restore_of_sgd_does_not_ruin_a_deep_linear_network(tmp_path):
+    """Three small matrices learn a product. Early on, the momentum moves them by as much as they are large."""
+    torch.manual_seed(1)
+    target = torch.randn(32, 6) @ torch.diag(torch.tensor([4.0, 3, 2, 1.5, 1, 0.7])) @ torch.randn(6, 16) / 8
+
+    def new():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in ((32, 64), (64, 64), (64, 16))))
+        for layer in model:
+            nn.init.normal_(layer.weight, std=0.02)
+        return model, torch.optim.SGD(model.parameters(), 0.04, momentum=0.9)
+
+    def train(model, optimizer, begin, end):
+        for step in range(begin, end):
+            inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            (model(inputs) - inputs @ target).square().mean().backward()
+            optimizer.step()
+
+    def loss(model):
+        with torch.no_grad():
+            return float((model(torch.eye(32)) - target).square().mean())
+
+    undisturbed, optimizer = new()
+    train(undisturbed, optimizer, 0, 800)
+    model, optimizer = new()
+    with dq.Checkpointer(tmp_path, model, optimizer, every=40) as ckpt:
+        train(model, optimizer, 0, 40)
+        ckpt.save(40).result()
+    model, optimizer = new()
+    with dq.Checkpointer(tmp_path, model, optimizer, every=40) as ckpt:
+        assert ckpt.restore() == 40
+        train(model, optimizer, 40, 800)
+    assert loss(model) < 1.5 * loss(undisturbed)

@@ -246,3 +246,14 @@ def test_without_any_source_there_are_no_mean_squares():
     assert mean_squared_gradients(parameters, [optim.AdamW(model.parameters())], {}) == {}
     assert mean_squared_gradients(parameters, [], zeros) == {}
     assert mean_squared_gradients({}, [], {}) == {}
+
+
+def test_a_bias_with_a_large_gradient_does_not_loosen_the_estimate():
+    weights = {"matrix": torch.randn(50, 40), "bias": torch.randn(50), "scale": torch.randn(50, 1)}
+    alike = dict.fromkeys(weights, 1.0)
+    coarse = grid_weights(weights, alike, {}, 0).candidate(dq.GridConfiguration(-32))  # a step of a quarter
+    found = distortion(weights, coarse, alike)
+    for name in ("bias", "scale"):
+        assert distortion(weights, coarse, {**alike, name: 1e6}) > 1000 * found
+    vectors = {name: weights[name] for name in ("bias", "scale")}
+    assert distortion(vectors, {name: coarse[name] for name in vectors}, alike) == pytest.approx(1 / 16 / 12, rel=0.5)

@@ -10,6 +10,7 @@ import torch
 from format_decoder import decode
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from training import bits
 from typer.testing import CliRunner
 
@@ -305,6 +306,30 @@ def test_a_write_to_frozen_parameters_in_evaluate_is_an_error(tmp_path, write):
         pytest.raises(EvaluateError, match=r"has changed the frozen parameter 0\.base\.weight"),
     ):
         ckpt.save(1)
+
+
+def test_a_layer_that_is_parametrized_in_each_forward_pass_changes_no_frozen_parameter(tmp_path):
+    class Adapted(nn.Module):  # as PEFT does it for target_parameters
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(16, 16).requires_grad_(False)
+            self.change = nn.Parameter(torch.zeros(16, 16))
+
+        def forward(self, inputs):
+            adds = nn.Module()
+            adds.forward = lambda weight: weight + self.change
+            parametrize.register_parametrization(self.base, "weight", adds)
+            found = self.base(inputs)
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+            self.base.weight.requires_grad_(False)
+            return found
+
+    model = Adapted()
+    before = bits(model.base.weight)
+    inputs = torch.randn(8, 16)
+    with dq.Checkpointer(tmp_path, model, evaluate=lambda model: model(inputs).square().mean().item()) as ckpt:
+        ckpt.save(1).result()
+    assert bits(model.base.weight) == before
 
 
 def test_a_frozen_embedding_that_renormalises_its_rows_is_scored_on_a_copy(tmp_path):

@@ -284,3 +284,16 @@ def test_the_user_may_have_the_moments_of_an_unknown_class_quantized(tmp_path):
 
 def test_a_lossless_checkpoint_needs_no_note(tmp_path):
     assert not saved(Signs, tmp_path, quality="lossless")[2].notes
+
+
+def test_complex_weights_are_stored_exactly_and_the_record_says_so(tmp_path):
+    for dtype, expected in ((torch.complex64, 1), (torch.float32, 0)):
+        model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.randn(64, 64, dtype=dtype))})
+        optimizer = torch.optim.AdamW(model.parameters())
+        model["w"].abs().square().sum().backward()
+        optimizer.step()
+        with dq.Checkpointer(tmp_path / str(dtype), model, optimizer) as ckpt:
+            notes = ckpt.save(1).result().notes
+        assert (
+            sum("complex weights and their moments are stored exactly, such as model.w" in n for n in notes) == expected
+        )

@@ -45,5 +45,18 @@ def notes_on_gaps(captured: Captured, objects: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def notes_on_complex(captured: Captured, objects: Mapping[str, Any]) -> list[str]:
+    """Return a note if complex weights, and moments of their shape, are a tenth of the state or more."""
+    weights = tuple(f"{name}." for name, thing in objects.items() if isinstance(thing, nn.Module))
+    found = {name: tensor.nbytes for name, tensor in captured.tensors.items() if tensor.is_complex()}
+    own = [name for name in found if name.startswith(weights)]
+    if not own or 10 * sum(found.values()) < sum(tensor.nbytes for tensor in captured.tensors.values()):
+        return []
+    return [
+        f"complex weights and their moments are stored exactly, such as {own[0]}; a real parameter, of which the layer "
+        "takes torch.view_as_complex when it is called, would be quantized"
+    ]
+
+
 def _decided(name: str, patterns: Collection[str], objects: Mapping[str, Any]) -> bool:
     return any(matches(name, pattern, objects) for pattern in patterns)
