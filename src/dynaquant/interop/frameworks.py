@@ -209,8 +209,8 @@ def _check_whole(stored: StoredCheckpoint) -> None:
             f"such as {omitted[0]}, and Transformers would begin with random ones. Fill a model that has them, "
             "dynaquant.load_into(model, …), and write it, model.save_pretrained(…). If it is a model of PEFT, the run "
             "lacks the names that PEFT gives its weights. An earlier version did not keep them: resume the training "
-            "once, which adds them at its next save. Adapters that PEFT computes when it saves (prompt learning, ShiRA) "
-            "have none"
+            "once, which adds them at its next save. Adapters that PEFT computes when it saves, as those of prompt "
+            "learning, have none"
         )
 
 
