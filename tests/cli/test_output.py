@@ -16,3 +16,15 @@ def test_a_large_table_looks_as_a_small_one(monkeypatch, capsys, columns):
     monkeypatch.setattr(output, "MOST_BY_RICH", 3)
     output.print_(table)
     assert capsys.readouterr().out == wanted
+
+
+def test_no_name_controls_the_terminal(capsys):
+    table = output.Table("name")
+    table.add("weight\x1b[2J\n")
+    output.print_(table)
+    output.print_("first\x07\nsecond ×")
+    shown = capsys.readouterr().out
+    assert "weight\\x1b[2J\\n" in shown
+    assert "first\\x07\nsecond ×\n" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown

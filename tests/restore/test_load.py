@@ -296,6 +296,10 @@ def test_an_unknown_part_is_an_error_that_says_what_there_is(whole):
     ):
         with pytest.raises(KeyError, match=said):
             dq.load(whole, part=part)
+    with pytest.raises(TypeError, match=r"keys is a list of names, e\.g\. \['0\.weight'\]"):
+        dq.load(whole, keys="0.weight")
+    with pytest.raises(dq.CheckpointError, match=r"there is no tag '10' .*; a step is a number"):
+        dq.load(whole, "10")
     with pytest.raises(ValueError, match="keys and part exclude each other"):
         dq.load(whole, part="model", keys=["1.weight"])
 

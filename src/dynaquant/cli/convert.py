@@ -245,7 +245,7 @@ def unpack(
         _say_written(stored, out, left_out, as_json)
         return
     out.mkdir(parents=True, exist_ok=True)
-    paths = {each.summary.step: out / _name_of(each.record, each.summary.step) for each in listing}
+    paths = {each.summary.step: out / _name_of(each.record, each.summary.step, to) for each in listing}
     if len(set(paths.values())) < len(paths):  # equal names: the run was put together by hand
         paths = {step: out / f"step-{step}" for step in paths}
     for path in paths.values():
@@ -276,10 +276,18 @@ def _say_written(stored: StoredCheckpoint, out: Path, notes: list[str], as_json:
     _print_notes([] if as_json else notes)
 
 
-def _name_of(record: dict[str, Any], step: int) -> str:
+def _name_of(record: dict[str, Any], step: int, to: Target | None) -> str:
+    """Return the name of a checkpoint's source, with the suffix of the format that is written."""
     source = record.get("source")
     name = source.get("name") if isinstance(source, dict) else None
-    return str(name) if is_file_name(name) else f"step-{step}"  # a name from a file must not lead out of the folder
+    if not is_file_name(name):  # a name from a file must not lead out of the folder
+        return f"step-{step}"
+    path = Path(str(name))
+    if to is Target.SAFETENSORS:
+        return path.with_suffix(".safetensors").name
+    if to in (Target.TORCH, Target.TORCH_STATE) and path.suffix == ".safetensors":
+        return path.with_suffix(".pt").name
+    return path.name
 
 
 def _packer(

@@ -46,7 +46,7 @@ class Table:
 
     def add(self, *cells: str) -> None:
         """Add a row."""
-        self._rows.append(cells)
+        self._rows.append(tuple(map(printable, cells)))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -102,6 +102,11 @@ class Table:
         yield Segment(box.get_bottom(inner) + "\n")
 
 
+def printable(text: str) -> str:
+    """Return a text with escapes in place of characters that would control the terminal: a file may hold any name."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def shortened(text: str, most: int) -> str:
     """Return a text of at most so many characters: names differ at their ends, so the middle is left out."""
     if cell_len(text) <= most:
@@ -125,7 +130,10 @@ def print_(what: str | Table) -> None:
         console.width = width()
         if isinstance(what, Table) and "COLUMNS" not in os.environ:
             console.width = max(console.width, what.narrowest)
-    console.print(what, soft_wrap=isinstance(what, str))
+    if isinstance(what, str):
+        console.print("\n".join(map(printable, what.split("\n"))), soft_wrap=True)
+    else:
+        console.print(what)
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:

@@ -39,10 +39,12 @@ def load(
     checkpoint has a lossless copy (``Keep(lossless_copy=True)``), that is loaded.
 
     Raises CheckpointError if the checkpoint or its parent is missing or damaged, KeyError for an unknown name in
-    ``keys`` or an unknown part, ValueError for arguments that exclude each other.
+    ``keys`` or an unknown part, ValueError for arguments that exclude each other, TypeError if ``keys`` is a text.
     """
     if keys is not None and part is not None:
         raise ValueError("keys and part exclude each other: keys are names in the model's state dict")
+    if isinstance(keys, str):
+        raise TypeError(f"keys is a list of names, e.g. [{keys!r}], not one name")
     device = None if map_location is None else _device_of(map_location)
     stored = StoredCheckpoint(path, step, () if parent is None else parent)
 

@@ -132,7 +132,8 @@ def tagged_file(run: Run, name: str) -> CheckpointFile:
     known = tags_of(run)
     tag = next((tag for tag in known if tag.name == name), None)
     if tag is None:
-        raise CheckpointError(f"{run.folder}: there is no tag {name!r} ({_listed(known)})")
+        advice = "; a step is a number, not a text" if name.isdecimal() else ""
+        raise CheckpointError(f"{run.folder}: there is no tag {name!r} ({_listed(known)}){advice}")
     return run.holding(tag.step, tag.identity)
 
 
