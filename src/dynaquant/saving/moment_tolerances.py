@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from dynaquant.engine.quantize.magnitude import Magnitude
 from dynaquant.engine.quantize.step_limits import StepLimits
 from dynaquant.engine.shards import Shards
 from dynaquant.ranks.dtensors import local_of
@@ -64,7 +63,6 @@ def bounded_by_weights(
     tolerances: Mapping[str, float],
     windows: Mapping[str, MomentWindow],
     tensors: Mapping[str, Tensor],
-    displaced: Mapping[str, float],
     limits: StepLimits,
     shards: Shards,
 ) -> dict[str, float]:
@@ -73,8 +71,7 @@ def bounded_by_weights(
     An error e of the momentum displaces a weight by ``lr / (1 - β) · e`` until it is forgotten. Early in a training,
     that can be half of a small weight: docs/decisions.md, "What about the momentum of SGD?". Collective with shards.
 
-    tolerances: of the windows, by name of the moment. tensors: of the state. displaced: how far each weight has moved
-    since the training began. limits: of the weights' grid steps. shards: of the tensors.
+    tolerances: of the windows, by name of the moment. tensors: of the state. limits: of the weights' grid steps.
     """
     reach = {
         name: window.reach
@@ -86,8 +83,7 @@ def bounded_by_weights(
     sizes = _sizes({name: tensors[name] for name in {*pairs, *pairs.values()}}, shards)
     found = dict(tolerances)
     for name, weight in pairs.items():
-        step = limits.largest_step(Magnitude(sizes[weight] ** 2, sizes[weight]), displaced.get(weight))
-        most, moved = OF_ROUNDING * step / math.sqrt(12), reach[name] * sizes[name]
+        most, moved = OF_ROUNDING * limits.moved * sizes[weight] / math.sqrt(12), reach[name] * sizes[name]
         if moved * found[name] > most:
             found[name] = most / moved
     return found

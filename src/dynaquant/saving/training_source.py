@@ -112,7 +112,7 @@ class TrainingSource:
             displaced = self._group.run_reducing(lambda: displacements.since_the_start(captured.shards))
             windows = windows_of(self._objects, corrected)
             tolerances, limits = tolerances_of(windows, self._preset, interval), self._preset.step_limits
-            tolerances = bounded_by_weights(tolerances, windows, own, displaced, limits, captured.shards)
+            tolerances = bounded_by_weights(tolerances, windows, own, limits, captured.shards)
             notes += note_on_parameters_without_optimizer(self._model, frozen)
             notes += notes_on_exact_moments(captured, self._objects, self._patterns)
             notes += notes_on_complex(captured, self._objects)

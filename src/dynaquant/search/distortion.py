@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from dynaquant.engine import kernels
 from dynaquant.engine.quantize.candidate import CandidateTensor, CandidateWeights, pieces
 from dynaquant.engine.quantize.grid import RoundedToGrid
-from dynaquant.engine.quantize.grid_weights import matrices_of
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.dtensors import local_of
 
@@ -35,10 +34,15 @@ def distortion(
     factors = {name: mean_squares.get(name, 0.0) if mean_squares else 1.0 for name in candidate}
     shapes = {name: shards.of(name, weights[name]).shape for name in sums}
     squares = {name: factors[name] * square for name, (square, _) in sums.items()}
-    weight_sum = sum(squares[name] for name in matrices_of(shapes)) if mean_squares else 0.0
+    weight_sum = sum(squares[name] for name in _matrices(shapes)) if mean_squares else 0.0
     weight_sum = weight_sum or sum(squares.values())
     error_sum = sum(factors[name] * error for name, (_, error) in sums.items())
     return error_sum / weight_sum if weight_sum else 0.0
+
+
+def _matrices(shapes: Mapping[str, torch.Size]) -> Collection[str]:
+    """Return the names of tensors that have more than one row and more than one column; all names if there are none."""
+    return [name for name, shape in shapes.items() if shape.numel() > max(shape, default=0)] or list(shapes)
 
 
 def _squares(weight: Tensor, candidate: CandidateTensor) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from torch import Size, Tensor
+from torch import Tensor
 
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.grid import RoundedToGrid
@@ -85,11 +85,6 @@ def choose_rungs(
     return result
 
 
-def matrices_of(shapes: Mapping[str, Size]) -> Collection[str]:
-    """Return the names of tensors that have more than one row and more than one column; all names if there are none."""
-    return [name for name, shape in shapes.items() if shape.numel() > max(shape, default=0)] or list(shapes)
-
-
 @dataclass(frozen=True)
 class GridWeights:
     """The weights of a checkpoint, prepared to be quantized at any scale. All mappings are by name.
@@ -100,8 +95,7 @@ class GridWeights:
     weights: what this rank holds of them. sizes: the number of elements of each, on all ranks together. mean_squares:
     F of each, from ``effective_mean_squares``. squares: the sum of squares of each, without outliers. largest_steps:
     the largest grid step of each. previous_rungs: rungs of the previous checkpoint. seed: for stochastic rounding. With
-    the same seed, only weights that have moved change their level. matrices: the names that count in Σ F·w², see
-    ``search/distortion.py``. on_access: whether weights are quantized only when
+    the same seed, only weights that have moved change their level. on_access: whether weights are quantized only when
     they are written, one by one, so that they need not fit into memory.
     """
 
@@ -113,7 +107,6 @@ class GridWeights:
     previous_rungs: Mapping[str, int]
     seed: int
     notes: list[str]
-    matrices: Collection[str] = ()
     shards: Shards = WHOLE
     on_access: bool = False
 
@@ -151,7 +144,7 @@ class GridWeights:
         """Return no size: the search needs none, because a larger scale always takes fewer bytes."""
 
     def scale_exponent_for(self, distortion: float) -> int:
-        """Return the scale exponent for which ``Σ F·δ² / Σ F·w²`` is about ``distortion`` (``search/distortion.py``).
+        """Return the scale exponent for which ``Σ F·δ² / Σ F·w²`` is about ``distortion``.
 
         δ is the error of a weight w, taken as evenly distributed over a grid step.
         """
@@ -170,8 +163,8 @@ class GridWeights:
 
     @cached_property
     def _weighted_squares(self) -> float:
-        """Σ F·w² of the matrices."""
-        return sum(self.mean_squares[name] * self.squares[name] for name in self.matrices)
+        """Σ F·w²."""
+        return sum(self.mean_squares[name] * square for name, square in self.squares.items())
 
 
 def grid_weights(
@@ -204,8 +197,6 @@ def grid_weights(
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
     vectors = {name for name in found if usable[name].ndim < 2} if vectors_count_more else ()
     known_or_assumed = effective_mean_squares(sizes, squares, mean_squares, vectors)
-    shapes = {name: shards.of(name, usable[name]).shape for name in found}
-    matrices = matrices_of(shapes) if mean_squares else list(found)
     return GridWeights(
-        usable, sizes, known_or_assumed, squares, largest_steps, previous, seed, notes, matrices, shards, on_access
+        usable, sizes, known_or_assumed, squares, largest_steps, previous, seed, notes, shards, on_access
     )
