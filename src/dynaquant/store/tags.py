@@ -5,6 +5,7 @@ Each tag is a small file in a folder of the run, so that a tag can be set while 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -54,9 +55,9 @@ def tags_of(run: Run) -> list[Tag]:
                 continue
             content = json.loads(text.decode())
             tag = Tag(name, content["step"], content["identity"])
-        except FileNotFoundError:  # removed meanwhile
-            continue
         except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP):  # removed meanwhile, or a link to nothing
+                continue
             raise _unreadable(folder / name, error) from error
         except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
             continue
