@@ -280,6 +280,10 @@ def test_a_folder_may_be_given_as_the_working_directory(model, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "folder")
     call("compress", ".")
     assert (tmp_path / "folder.dqc").exists()
+    (tmp_path / "folder" / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "folder" / "inside")
+    call("compress", "..", "--force")
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".dqc")] == ["folder.dqc"]
 
 
 def test_the_output_may_be_closed(model, tmp_path):

@@ -85,8 +85,10 @@ def compress(
     from dynaquant.store.listing import SUFFIX
 
     if out is None:
-        whole = source.absolute() if source.name else source.resolve()  # "." has no name
-        out = (source if source.name not in ("", "..") else whole).with_name(f"{whole.name}{SUFFIX}")
+        named = source if source.name not in ("", "..") else source.resolve()
+        if not named.name:
+            raise CheckpointError(f"{source} has no name that the output could have; give one with --out")
+        out = named.with_name(f"{named.name}{SUFFIX}")
     must_not_exist(out, force)
     with output.status_line() as tell:
         record = compress_file(

@@ -89,7 +89,7 @@ def _swap(new: Path, out: Path) -> None:
 
 def keep_mode(new: Path, out: Path) -> None:
     """Give a file that will replace another one its permissions. A new name has those of the process."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # there is no other one, or the file system has no permissions
         new.chmod(stat.S_IMODE(out.stat().st_mode))
 
 
