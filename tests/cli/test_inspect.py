@@ -221,13 +221,16 @@ def test_diff_shows_how_far_tensors_moved(run):
 
 
 def test_diff_of_different_architectures(tmp_path):
-    for step, model in enumerate((nn.Linear(8, 8), nn.Linear(8, 9, bias=False), nn.Linear(8, 9))):
+    models = (nn.Linear(8, 8), nn.Linear(8, 9, bias=False), nn.Linear(8, 9), nn.Linear(8, 9).double())
+    for step, model in enumerate(models):
         with dq.Checkpointer(tmp_path, model, roles={"*": "exact"}) as ckpt:
             ckpt.save(step).result()
     kinds = {change["name"]: change["kind"] for change in data("diff", tmp_path, 0, 1)}
     assert (kinds["model.weight"], kinds["model.bias"]) == ("reshaped", "removed")
     kinds = {change["name"]: change["kind"] for change in data("diff", tmp_path, 1, 2)}
     assert (kinds["model.weight"], kinds["model.bias"]) == ("changed", "added")
+    kinds = {change["name"]: change["kind"] for change in data("diff", tmp_path, 2, 3)}
+    assert (kinds["model.weight"], kinds["model.bias"]) == ("another dtype", "another dtype")
 
 
 def test_a_change_from_zero_has_no_relative_size(tmp_path):

@@ -12,7 +12,7 @@ from training import model_of, train
 import dynaquant as dq
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run
-from dynaquant.store.verifying import damage, verify_run
+from dynaquant.store.verifying import damage, may_be_sound, verify_run
 
 
 def run_with_forks(folder) -> Run:
@@ -83,6 +83,18 @@ def test_verify_run_finds_the_same_damage_as_decoding_each_checkpoint_alone(tmp_
         if error is not None:
             for text in (found[step], error):
                 assert any(f"step {other}" in text or str(run.path(other)) in text for other in damaged), text
+
+
+def test_what_depends_on_a_file_that_the_system_refuses_to_read_may_be_sound(tmp_path):
+    run = run_with_forks(tmp_path)
+    keyframe = run.path(1).rename(tmp_path / "kept")
+    run.path(1).symlink_to(run.path(1))
+    found = dict(verify_run(run))
+    assert {step for step, error in found.items() if error is None} == {9}
+    assert all(may_be_sound(error) for error in found.values() if error is not None)
+    keyframe.rename(run.path(1))
+    flip(run.path(2), random.Random(0))
+    assert not may_be_sound(dict(verify_run(run))[2])
 
 
 def test_a_damaged_lossless_copy_is_found(tmp_path):

@@ -297,3 +297,39 @@ def test_complex_weights_are_stored_exactly_and_the_record_says_so(tmp_path):
         assert (
             sum("complex weights and their moments are stored exactly, such as model.w" in n for n in notes) == expected
         )
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps AdamW as Lookahead does: moments lie in the state of the inner optimizer."""
+
+    def __init__(self, parameters):
+        self.base_optimizer = torch.optim.AdamW(parameters)
+        super().__init__(self.base_optimizer.param_groups, {})
+
+    def step(self, closure=None):
+        self.base_optimizer.step(closure)
+
+    def state_dict(self):
+        return {"base_optimizer": self.base_optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.base_optimizer.load_state_dict(state["base_optimizer"])
+
+
+def test_a_note_says_which_copies_of_weights_are_stored_exactly(tmp_path):
+    model = torch.nn.Linear(64, 64, bias=False)
+    target = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
+    optimizer = Lookahead(model.parameters())
+    extras = {"target": target, "frozen": torch.nn.Linear(64, 64, bias=False).requires_grad_(False)}
+    for name, roles in (("alone", {}), ("decided", {"target.*": "average"})):
+        with dq.Checkpointer(tmp_path / name, model, optimizer, extras=extras, roles=roles) as ckpt:
+            for step in (1, 2):
+                model(torch.randn(8, 64)).square().mean().backward()
+                optimizer.step()
+                with torch.no_grad():
+                    target.weight.lerp_(model.weight, 0.1)
+                ckpt.save(step)
+            notes = [note for note in ckpt.records()[-1].notes if "with shapes of weights" in note]
+        assert any(note.startswith("optimizer.base_optimizer.state.0.exp_avg and 1 more") for note in notes)
+        assert any("roles={'target.*': 'average'}" in note for note in notes) == (not roles)
+        assert len(notes) == 2 - len(roles)  # what does not train takes no space

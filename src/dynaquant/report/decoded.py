@@ -21,7 +21,7 @@ from dynaquant.store.run import Run
 class Change:
     """How a tensor differs between two checkpoints.
 
-    kind: ``same``, ``changed``, ``added``, ``removed`` or ``reshaped`` (another shape or dtype). moved: norm of the
+    kind: ``same``, ``changed``, ``added``, ``removed``, ``reshaped`` or ``another dtype``. moved: norm of the
     difference relative to the norm of the first. changed: share of the values that differ. migrated: share of the
     values on another level, if both tensors are quantized to the same number of bins. Each is None if it is not
     defined: a change from zero, or from or to infinities and NaNs, has no relative size.
@@ -50,8 +50,10 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
             yield Change(name, "same", 0.0, 0.0)
         elif known.omitted or entry.omitted:
             yield Change(name, "changed")  # there are no values to compare
-        elif (known.shape, known.dtype) != (entry.shape, entry.dtype):
+        elif known.shape != entry.shape:
             yield Change(name, "reshaped")
+        elif known.dtype != entry.dtype:
+            yield Change(name, "another dtype")
         else:
             chains = chains or [run.chain(before), run.chain(after)]
             with detect_run_changes([file for chain in chains for file in chain]):

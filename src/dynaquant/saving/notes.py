@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -56,6 +57,43 @@ def notes_on_complex(captured: Captured, objects: Mapping[str, Any]) -> list[str
         f"complex weights and their moments are stored exactly, such as {own[0]}; a real parameter, of which the layer "
         "takes torch.view_as_complex when it is called, would be quantized"
     ]
+
+
+def notes_on_exact_copies(
+    captured: Captured, objects: Mapping[str, Any], patterns: Collection[str], unchanged: Collection[str]
+) -> list[str]:
+    """Return a note for each object if tensors of the shapes of weights are stored exactly and a tenth of the state.
+
+    They may be an average of the user's own, a target network, or moments inside a wrapper of an optimizer. patterns:
+    the user's, over names of tensors, which decide on what matches them. unchanged: names of tensors that take no space
+    in further checkpoints. Optimizers of which `notes_on_exact_moments` speaks do not count.
+    """
+    tensors, labels = captured.tensors, captured.labels
+    shapes = {tensors[name].shape for name, label in labels.items() if label.role == "weight"}
+    left_out = ("model.", f"{RNG}.", *(f"{optimizer}.state." for optimizer in captured.exact_optimizers))
+    copies = [
+        name
+        for name, label in labels.items()
+        if label.role == "exact"
+        and not name.startswith(left_out)
+        and tensors[name].shape in shapes
+        and tensors[name].is_floating_point()
+        and name not in unchanged
+        and not _decided(name, patterns, objects)
+    ]
+    if 10 * sum(tensors[name].nbytes for name in copies) < sum(tensor.nbytes for tensor in tensors.values()):
+        return []
+    notes = []
+    for owner, of_owner in itertools.groupby(copies, key=lambda name: name.partition(".")[0]):
+        first, *others = of_owner
+        advice = f"if they are an average of weights or a target network, roles={{{f'{owner}.*'!r}: 'average'}}"
+        if owner == "optimizer":
+            advice = "if they are moments as Adam's, roles such as 'second_moment'"
+        notes.append(
+            f"{first} and {len(others)} more tensors with shapes of weights are stored exactly; {advice} would "
+            "quantize them"
+        )
+    return notes
 
 
 def _decided(name: str, patterns: Collection[str], objects: Mapping[str, Any]) -> bool:

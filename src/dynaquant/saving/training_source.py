@@ -24,7 +24,7 @@ from dynaquant.saving.frozen_and_omitted import (
 )
 from dynaquant.saving.gradient_statistics import GradientStatistics
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of
-from dynaquant.saving.notes import notes_on_complex, notes_on_exact_moments, notes_on_gaps
+from dynaquant.saving.notes import notes_on_complex, notes_on_exact_copies, notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
@@ -116,6 +116,7 @@ class TrainingSource:
             notes += note_on_parameters_without_optimizer(self._model, frozen)
             notes += notes_on_exact_moments(captured, self._objects, self._patterns)
             notes += notes_on_complex(captured, self._objects)
+            notes += notes_on_exact_copies(captured, self._objects, self._patterns, frozen.unchanged)
 
         @cache
         def trained() -> dict[str, Tensor]:  # once, as it takes long for many tensors

@@ -51,10 +51,11 @@ def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
     return load_tensors(chain, [name])[name]
 
 
-def error_with_step(step: int, path: Path, text: str) -> CheckpointError:
-    """Return a CheckpointError with ``text``, prefixed by the step unless the text names the checkpoint already."""
+def error_with_step(step: int, path: Path, error: CheckpointError) -> CheckpointError:
+    """Return an error like this one, prefixed by the step unless its text names the checkpoint already."""
     itself = f"checkpoint step {step}: "
-    return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
+    named = str(error).startswith((itself, f"{path}: "))
+    return error if named else type(error)(f"{itself}{error}")
 
 
 def load_all(chain: list[CheckpointFile], names: Collection[str] | None = None, threads: int = 1) -> Tensors:

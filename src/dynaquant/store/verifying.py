@@ -22,13 +22,12 @@ from dynaquant.store.run import Run
 class _Decoded:
     """A checkpoint while its children are verified.
 
-    tensors: those that could be decoded, even if their hash is wrong. wrong: the error messages of damaged tensors, by
-    name. They are text, because an exception would keep the tensors in its traceback alive.
+    tensors: those that could be decoded, even if their hash is wrong. wrong: the errors of damaged tensors, by name.
     """
 
     file: CheckpointFile
     tensors: Tensors
-    wrong: dict[str, str]
+    wrong: dict[str, CheckpointError]
 
 
 def damage(run: Run, step: int) -> CheckpointError | None:
@@ -64,6 +63,11 @@ def may_be_sound(error: BaseException) -> bool:
     while cause is not None and not isinstance(cause, OSError | MemoryError | UnreadableError):
         cause = cause.__cause__
     return cause is not None
+
+
+def _alone(error: CheckpointError) -> CheckpointError:
+    """Return an error with the same message, but without the traceback, which keeps tensors alive."""
+    return UnreadableError(str(error)) if may_be_sound(error) else CheckpointError(str(error))
 
 
 def _error_of(load: Callable[[], None]) -> CheckpointError | None:
@@ -108,16 +112,16 @@ def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointErr
             if parent is not None:
                 sizes[parent] += sizes[summary.step]
     sound: set[str] = set()
-    waiting: list[tuple[int, _Decoded | str | None]] = [(step, None) for step in children[None]]
+    waiting: list[tuple[int, _Decoded | CheckpointError | None]] = [(step, None) for step in children[None]]
     while waiting:
         step, above = waiting.pop()
         found = _decode(run, step, above, sound)
         # The largest branch is pushed first and so comes last: by then nothing else needs the tensors above it.
         waiting += [(child, found) for child in sorted(children[step], key=sizes.__getitem__, reverse=True)]
-        text = found if isinstance(found, str) else next(iter(found.wrong.values()), None)
+        error = found if isinstance(found, CheckpointError) else next(iter(found.wrong.values()), None)
         del found, above
         if step in wanted:
-            yield step, error_with_step(step, run.path(step), text) if text is not None else _damage_of_copy(run, step)
+            yield step, _damage_of_copy(run, step) if error is None else error_with_step(step, run.path(step), error)
 
 
 def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
@@ -128,15 +132,17 @@ def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
     return found.step if found.sequence < summary.sequence else None
 
 
-def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) -> _Decoded | str:
-    """Return a decoded checkpoint, or an error message if no tensor of it can be decoded.
+def _decode(
+    run: Run, step: int, above: _Decoded | CheckpointError | None, sound: set[str]
+) -> _Decoded | CheckpointError:
+    """Return a decoded checkpoint, or an error if no tensor of it can be decoded.
 
     above: the result for its parent. sound: identities of the files of frozen parameters that are known to be sound;
     this function adds to it.
     """
     try:
         file = run.file(step)
-        if isinstance(above, str):
+        if isinstance(above, CheckpointError):
             return above
         parent = file.header.parent
         if (above and (above.file.header.step, above.file.header.identity)) != (
@@ -145,15 +151,15 @@ def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) 
             # Its parent is not in the run (``load`` says so), or it was re-coded since the run was listed.
             return _with_frozen(_Decoded(file, run.load(file), {}), sound)
     except CheckpointError as error:
-        return str(error)
+        return _alone(error)
     tensors: Tensors = {}
-    wrong: dict[str, str] = {}
+    wrong: dict[str, CheckpointError] = {}
     for entry in dependent_last(file.header.entries):
         try:
             tensors[entry.name] = _decode_with_parent(file, entry, above, tensors, wrong)
             _check(file, entry, above, tensors[entry.name])
         except CheckpointError as error:
-            wrong[entry.name] = str(error)
+            wrong[entry.name] = _alone(error)
     return _with_frozen(_Decoded(file, tensors, wrong), sound)
 
 
@@ -164,22 +170,23 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
             frozen_tensors.verify(frozen_files.open_frozen(found.file, identity))
             sound.add(identity)
         except CheckpointError as error:
-            found.wrong[identity] = str(error)
+            found.wrong[identity] = _alone(error)
     return found
 
 
 def _decode_with_parent(
-    file: CheckpointFile, entry: Entry, above: _Decoded | None, tensors: Tensors, wrong: dict[str, str]
+    file: CheckpointFile, entry: Entry, above: _Decoded | None, tensors: Tensors, wrong: dict[str, CheckpointError]
 ) -> StoredTensor:
     other = entry.scheme.depends_on
     if other is not None and other not in tensors:
-        raise CheckpointError(wrong.get(other, f"{file.path}: a tensor depends on {other}, which is not in the file"))
+        missing = f"{file.path}: a tensor depends on {other}, which is not in the file"
+        raise _alone(wrong.get(other) or CheckpointError(missing))
     parent = None
     if above is not None and entry.needs_parent:
         parent = above.tensors.get(entry.name)
         if parent is None:
             missing = f"{file.path}: tensor {entry.name} is not in its parent, {above.file.path.name}"
-            raise CheckpointError(above.wrong.get(entry.name, missing))
+            raise _alone(above.wrong.get(entry.name) or CheckpointError(missing))
     return decode_entry(file, entry, parent, tensors)
 
 
@@ -188,10 +195,10 @@ def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: S
     if above is not None and entry.scheme.is_reference:
         check_reference(file, entry, above.file)
         if entry.name in above.wrong:
-            raise CheckpointError(above.wrong[entry.name])
+            raise _alone(above.wrong[entry.name])
         return
     try:
         check_values(file, entry, stored)
     except CheckpointError as error:
         of_parent = above.wrong.get(entry.name) if above is not None and entry.needs_parent else None
-        raise CheckpointError(of_parent or str(error)) from None
+        raise _alone(of_parent or error) from None
