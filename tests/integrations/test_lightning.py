@@ -507,6 +507,23 @@ def test_moments_of_an_optimizer_that_is_not_like_adam_are_exact_and_the_record_
     assert any("moments of optimizer_states.0 are stored exactly" in note for note in notes)
 
 
+def test_noise_in_the_momentum_of_sgd_may_move_no_weight_far(tmp_path):
+    def tolerances(rate) -> set[float]:
+        class Trained(Module):
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), rate, momentum=0.9)
+
+        trainer = trainer_of(tmp_path / str(rate), "balanced", epochs=1)
+        fit(trainer, Trained())
+        training = next(each for each in trainer.callbacks if isinstance(each, Training))
+        found = training.first_tolerances(PRESETS["balanced"], interval=5)
+        assert found.keys() >= {"optimizer_states.0.state.0.momentum_buffer"}
+        return set(found.values())
+
+    assert tolerances(1e-6) == {0.5}
+    assert max(tolerances(0.3)) < 0.25
+
+
 def test_dropped_first_moments_that_cannot_be_corrected_are_in_the_log(tmp_path, caplog):
     class Mine(torch.optim.Adam):
         def step(self, closure=None):

@@ -15,6 +15,7 @@ from dynaquant.saving.moment_tolerances import (
     MomentTolerances,
     bounded_by_weights,
     tolerances_of,
+    weights_of,
 )
 from dynaquant.saving.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run
@@ -177,7 +178,8 @@ def test_noise_in_the_momentum_of_sgd_displaces_no_weight_further_than_a_grid_ma
         objects = {"model": model, "optimizer": optimizer}
         tensors = {"model.w": weight.detach(), "optimizer.state.model.w.momentum_buffer": size * torch.randn(64, 64)}
         windows, preset = windows_of(objects, True), PRESETS["balanced"]
-        found = bounded_by_weights(tolerances_of(windows, preset, 10), windows, tensors, preset.step_limits, WHOLE)
+        tolerances, weights = tolerances_of(windows, preset, 10), weights_of(windows)
+        found = bounded_by_weights(tolerances, windows, weights, tensors, preset.step_limits, WHOLE)
         return found["optimizer.state.model.w.momentum_buffer"]
 
     assert tolerance_with(1e-4) == OF_SGD

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,7 @@ class MomentTolerances:
 def bounded_by_weights(
     tolerances: Mapping[str, float],
     windows: Mapping[str, MomentWindow],
+    weights: Mapping[str, str],
     tensors: Mapping[str, Tensor],
     limits: StepLimits,
     shards: Shards,
@@ -71,22 +72,27 @@ def bounded_by_weights(
     An error e of the momentum displaces a weight by ``lr / (1 - β) · e`` until it is forgotten. Early in a training,
     that can be half of a small weight: docs/decisions.md, "What about the momentum of SGD?". Collective with shards.
 
-    tolerances: of the windows, by name of the moment. tensors: of the state. limits: of the weights' grid steps.
+    tolerances, windows: by name of the moment. weights: the name of each moment's weight. tensors: moments and weights,
+    by name. limits: of the weights' grid steps.
     """
     reach = {
         name: window.reach
         for name, window in windows.items()
         if window.reach is not None and tolerances.get(name, DROPPED) < DROPPED
     }
-    weights = {name: name.partition(".state.")[2].rpartition(".")[0] for name in reach}
-    pairs = {name: weight for name, weight in weights.items() if name in tensors and weight in tensors}
-    sizes = _sizes({name: tensors[name] for name in {*pairs, *pairs.values()}}, shards)
+    reach = {name: steps for name, steps in reach.items() if name in tensors and weights.get(name) in tensors}
+    sizes = _sizes({name: tensors[name] for name in {*reach, *(weights[name] for name in reach)}}, shards)
     found = dict(tolerances)
-    for name, weight in pairs.items():
-        most, moved = OF_ROUNDING * limits.moved * sizes[weight] / math.sqrt(12), reach[name] * sizes[name]
+    for name, steps in reach.items():
+        most, moved = OF_ROUNDING * limits.moved * sizes[weights[name]] / math.sqrt(12), steps * sizes[name]
         if moved * found[name] > most:
             found[name] = most / moved
     return found
+
+
+def weights_of(moments: Iterable[str]) -> dict[str, str]:
+    """Return the name of the weight of each moment in the state of a training (``state/flatten.py``)."""
+    return {name: name.partition(".state.")[2].rpartition(".")[0] for name in moments}
 
 
 def _sizes(tensors: Mapping[str, Tensor], shards: Shards) -> dict[str, float]:

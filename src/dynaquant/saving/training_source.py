@@ -23,7 +23,7 @@ from dynaquant.saving.frozen_and_omitted import (
     omitted_tensors,
 )
 from dynaquant.saving.gradient_statistics import GradientStatistics
-from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of
+from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of, weights_of
 from dynaquant.saving.notes import notes_on_complex, notes_on_exact_copies, notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
@@ -112,7 +112,7 @@ class TrainingSource:
             displaced = self._group.run_reducing(lambda: displacements.since_the_start(captured.shards))
             windows = windows_of(self._objects, corrected)
             tolerances, limits = tolerances_of(windows, self._preset, interval), self._preset.step_limits
-            tolerances = bounded_by_weights(tolerances, windows, own, limits, captured.shards)
+            tolerances = bounded_by_weights(tolerances, windows, weights_of(windows), own, limits, captured.shards)
             notes += note_on_parameters_without_optimizer(self._model, frozen)
             notes += notes_on_exact_moments(captured, self._objects, self._patterns)
             notes += notes_on_complex(captured, self._objects)

@@ -20,9 +20,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from dynaquant.engine.shards import WHOLE
 from dynaquant.errors import CheckpointError
 from dynaquant.integrations.versions import check_version
-from dynaquant.saving.moment_tolerances import tolerances_of
+from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.training_budget import scaled_by_rate
 from dynaquant.state.tree import dict_items
@@ -114,12 +115,20 @@ class Training(Callback):  # type: ignore[misc]
     def first_tolerances(self, preset: Preset, interval: int | None) -> dict[str, float]:
         """Return the tolerances of first moments by their names in a checkpoint. interval: steps between two saves."""
         windows: dict[str, MomentWindow] = {}
+        weights: dict[str, str] = {}
+        tensors: dict[str, Tensor] = {}
         for number, optimizer in enumerate(self._trainer.optimizers if self._trainer is not None else ()):
-            count = itertools.count()
+            own, count = f"optimizer_states.{number}.state", itertools.count()
             keys = [[str(next(count)) for _ in group["params"]] for group in optimizer.param_groups]
             found = windows_in(optimizer, keys, corrected=True)
-            windows |= {f"optimizer_states.{number}.state.{key}": window for key, window in found.items()}
-        return tolerances_of(windows, preset, interval)
+            windows |= {f"{own}.{key}": window for key, window in found.items()}
+            for key, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                moments = {f"{own}.{key}.{slot}": value for slot, value in optimizer.state.get(parameter, {}).items()}
+                moments = {name: moment for name, moment in moments.items() if name in windows}
+                weights |= dict.fromkeys(moments, f"{own}.{key}")
+                tensors |= {**moments, f"{own}.{key}": parameter}
+        limits = preset.step_limits
+        return bounded_by_weights(tolerances_of(windows, preset, interval), windows, weights, tensors, limits, WHOLE)
 
     def exact_optimizers(self) -> dict[str, str]:
         """Return the optimizers whose moments are stored exactly, by name in a checkpoint, each with the reason."""
