@@ -4,6 +4,7 @@ import os
 import sys
 
 import torch
+import torch._dynamo  # a Checkpointer imports it, which takes longer than what each forked process does
 from torch import nn
 
 import dynaquant as dq
