@@ -135,7 +135,7 @@ class Checkpointer:
         if self._sharded:
             check_arguments(quality, keep, evaluate_average)
             self._group.replicas = replicas_of(self._objects, self._group)
-        reduce = self._group.reduce if self._sharded else None
+        reduce = self._group.reduce if self._group.size > 1 else None
         movement = Movement(every, self._objects, reduce=reduce) if isinstance(every, Moved) else None
         schedule = Schedule(every, movement)
         self.skipped: list[CheckpointError] = []
@@ -215,7 +215,7 @@ class Checkpointer:
         """Return whether a checkpoint is due: ``step`` has reached the next multiple of ``every`` since the last one.
 
         With ``every=Auto(…)``: whether as many steps have passed since the last checkpoint as its cost asks for. With
-        ``every=Moved(…)``: whether the weights have moved so far; all ranks of a sharded training must call it then.
+        ``every=Moved(…)``: whether the weights have moved so far; of several ranks, all must call it then.
         Raises ValueError without ``every``.
         """
         return self._saver.schedule.due(step)
@@ -297,12 +297,15 @@ class Checkpointer:
         self._writer.thread.wait()
 
     def records(self) -> list[Record]:
-        """Return the records of the run's checkpoints, oldest commit first. Waits for the background write."""
+        """Return the records of the run's checkpoints, oldest commit first. Waits for the background write.
+
+        Of several ranks, only rank 0 waits for what it writes; others may not see the last checkpoint yet.
+        """
         self.wait()
         return [record_of(listed) for listed in self._run.listing()[0]]
 
     def steps(self) -> list[int]:
-        """Return the steps of the run's checkpoints, lowest first. Waits for the background write."""
+        """Return the steps of the run's checkpoints, lowest first. Waits as ``records`` does."""
         self.wait()
         return sorted(self._run.steps())
 

@@ -54,6 +54,47 @@ def test_ranks_that_disagree_are_told_so(findings):
         ]
 
 
+def test_ranks_must_give_the_same_objects(findings):
+    for rank, (missing, other, only_here) in enumerate(findings["other objects"]):
+        assert missing.startswith("StateError: rank 1 has no 'log', which rank 0 has")
+        assert other.startswith("StateError: optimizer updates model.bias on rank 1, but not on rank 0")
+        assert only_here == [1, {"log": {"seen": [1, 2]}} if rank == 1 else {}]
+
+
+def test_ranks_of_different_meshes_must_hold_the_same(findings):
+    for found in findings["islands: apart"]:
+        assert found.startswith("StateError: model.weight has other values on rank 1 than on rank 0")
+        assert "on another device mesh (ranks [1] and [0])" in found
+    assert findings["islands: the same"] == [1, 1]
+
+
+def test_a_checkpoint_is_due_on_all_ranks_at_the_same_step_although_their_weights_differ(findings):
+    first, second = findings["moved"]
+    assert first == second
+    assert len(first) > 1
+
+
+@pytest.mark.parametrize("how", ["", ", on batches"])
+def test_a_metric_that_only_rank_0_computes_still_decides(findings, how):
+    for found in findings[f"metric of one rank{how}"]:
+        assert found["recorded"] == pytest.approx(found["true"], abs=1e-5)
+        assert found["recorded"] <= found["limit"]
+        assert any(note.startswith("evaluate returns other numbers on other ranks") for note in found["notes"])
+
+
+def test_gradients_that_fsdp2_has_not_added_up_are_noted_and_not_stored(findings):
+    for notes, error in findings["gradients"]:
+        assert any("in the middle of an accumulation" in note for note in notes)
+        assert error.startswith("StateError: gradients: FSDP2 holds gradients that it has not added up over the ranks")
+
+
+def test_a_dtensor_that_has_no_place_yet_is_refused(findings):
+    for before, after, same in findings["another shape"]:
+        assert "optimizer.state.model.weight.rows was a DTensor, and nothing says how to divide it now" in before
+        assert after == 1
+        assert same
+
+
 # Ranks hold different values
 
 WAYS = ["small", "lossless", "copy", "published", "sharded", "sharded, quantized"]

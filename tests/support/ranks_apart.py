@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from sharded_training import batches_of, begin, end, folder, loss_of, model_of, state_of, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -272,7 +273,155 @@ def average_whose_metric_fails_on_one_rank(run):
     return {"averages": list(record.averages), "notes": record.notes}
 
 
+# Ranks give different objects, or hold different values where they may not.
+
+
+def other_objects(run):
+    """The constructor's errors, and what rank 1 gets back of an extra that only it has."""
+    rank = dist.get_rank()
+
+    def parts(extras, parameters):
+        model = nn.Linear(4, 4)
+        chosen = [*model.parameters()][parameters]
+        return dq.Checkpointer(run, model, torch.optim.AdamW(chosen), extras=extras, quality="lossless")
+
+    everything = slice(None)
+    found = [
+        text_of(lambda: parts({"log": {}} if rank == 0 else {}, everything)),
+        text_of(lambda: parts({}, slice(rank, None, 2))),
+    ]
+    extras = {"log": {"seen": [1, 2]}} if rank == 1 else {}
+    with parts(extras, everything) as ckpt:
+        ckpt.save(1).result()
+        if rank == 1:
+            extras["log"]["seen"] = []
+        found.append([ckpt.restore(), extras])
+    return found
+
+
+def islands(same, run):
+    """Each rank is a mesh of its own, and trains on data of its own, but for what an average makes equal."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("island", "shard"))["shard"]
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    optimizer = adam(model)
+    model(torch.full((3, 8), 1.0 if same else 1.0 + rank)).square().sum().backward()
+    optimizer.step()
+    with dq.Checkpointer(run, model, optimizer, quality="lossless") as ckpt:
+        return text_of(lambda: ckpt.save(1).result().step)
+
+
+def moved_apart(run):
+    """The weights of the ranks move at different speed. Returns the steps at which a checkpoint was due."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    found = []
+    with dq.Checkpointer(run, model, every=dq.Moved(0.05)) as ckpt:
+        for step in range(100):
+            with torch.no_grad():
+                model.weight.mul_(1 + 0.001 * (1 + dist.get_rank()))
+            if ckpt.due(step):
+                found.append(step)
+                ckpt.save(step).result()
+    return found
+
+
+def metric_of_one_rank(batches, run):
+    """``evaluate`` returns 0 on rank 1. Returns the degradation in the record, and that of what was stored."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs = torch.randn(256, 8)
+    wanted = inputs @ torch.randn(8, 4)
+
+    def loss(module, at=slice(None)):
+        return nn.functional.mse_loss(module(inputs[at]), wanted[at])
+
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+
+    def whole(module):
+        return float(loss(module)) if dist.get_rank() == 0 else 0.0
+
+    def of_batch(module, at):
+        return loss(module, at) if dist.get_rank() == 0 else torch.zeros(())
+
+    evaluate = whole
+    if batches:
+        evaluate = dq.LossOn([slice(i, i + 16) for i in range(0, 256, 16)], of_batch)
+    with dq.Checkpointer(run, model, optimizer, evaluate=evaluate) as ckpt:
+        record = ckpt.save(1).result()
+        ckpt.wait()
+    dist.barrier()
+    before = float(loss(model).detach())
+    model.load_state_dict(dq.load(run)["model"])
+    after = float(loss(model).detach())
+    return {"recorded": record.degradation, "true": after / before - 1, "notes": record.notes, "limit": record.limit}
+
+
+def gradients_not_reduced(run):
+    """FSDP2 accumulates gradients without adding them up over the ranks."""
+    model = fully_shard(nn.Linear(8, 8))
+    optimizer = adam(model)
+    model.set_requires_gradient_sync(False)
+    with dq.Checkpointer(run, model, optimizer) as ckpt:
+        model(torch.ones(3, 8)).square().sum().backward()
+        notes = ckpt.save(1).result().notes
+    return [notes, text_of(lambda: dq.Checkpointer(run, model, extras={"gradients": dq.Gradients(model)}))]
+
+
+class Rows(torch.optim.Optimizer):
+    """Keeps a mean of each row of a gradient, a DTensor of another shape than the parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            rows = parameter.grad.square().mean(-1)
+            state = self.state[parameter]
+            state["rows"] = state["rows"] + rows if "rows" in state else rows
+
+
+def state_of_another_shape(run):
+    """Restored before and after the first step of a new optimizer."""
+
+    def new():
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(8, 8, bias=False))
+        return model, Rows(model.parameters())
+
+    def step(model, optimizer):
+        model(torch.ones(3, 8)).square().sum().backward()
+        optimizer.step()
+        return optimizer.state[model.weight]["rows"]
+
+    model, optimizer = new()
+    rows = step(model, optimizer).to_local().clone()
+    with dq.Checkpointer(run, model, optimizer, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+    model, optimizer = new()
+    with dq.Checkpointer(run, model, optimizer, quality="lossless") as ckpt:
+        found = [text_of(ckpt.restore)]
+        step(model, optimizer).to_local().zero_()
+        found.append(text_of(ckpt.restore))
+    restored = optimizer.state[model.weight]["rows"]
+    return [*found, isinstance(restored, DTensor) and torch.equal(restored.to_local(), rows)]
+
+
 SCENARIOS = {
+    "other objects": other_objects,
+    "islands: apart": partial(islands, False),
+    "islands: the same": partial(islands, True),
+    "moved": moved_apart,
+    "metric of one rank": partial(metric_of_one_rank, False),
+    "metric of one rank, on batches": partial(metric_of_one_rank, True),
+    "gradients": gradients_not_reduced,
+    "another shape": state_of_another_shape,
     "disagreeing": disagreeing,
     "average": average_whose_metric_fails_on_one_rank,
     "apart: small": partial(apart, 3, {}),

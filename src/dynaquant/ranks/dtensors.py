@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -110,6 +111,11 @@ def _spans(
     return spans_of(divided.to_local().flatten().tolist())
 
 
+def mesh_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the ranks of the mesh on which a tensor is divided; none for a plain tensor."""
+    return tuple(tensor.device_mesh.mesh.flatten().tolist()) if is_sharded(tensor) else ()
+
+
 def ranks_of_one_copy(tensors: Iterable[Tensor]) -> set[int] | None:
     """Return the ranks among which DTensors are divided where this rank is, by any of them; None if it holds nothing.
 
@@ -184,3 +190,20 @@ def reshard(module: nn.Module) -> None:
     for child in module.modules() if sharded_module else ():
         if isinstance(child, sharded_module):
             child.reshard()
+
+
+def holds_unreduced_gradients(module: nn.Module) -> bool:
+    """Whether FSDP2 holds gradients that it has not added up over the ranks (``set_requires_gradient_sync(False)``).
+
+    They are not in ``parameter.grad``. PyTorch has no public function for this.
+    """
+    sharded_module = _class("torch.distributed.fsdp", "FSDPModule")
+    for child in module.modules() if sharded_module else ():
+        if not isinstance(child, sharded_module):
+            continue
+        with suppress(AttributeError, RuntimeError):
+            for each in child._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                gathered = getattr(each, "_unsharded_param", None)
+                if each.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
+                    return True
+    return False

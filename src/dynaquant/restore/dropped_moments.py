@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from dynaquant.engine.forms.form import StoredTensor
@@ -38,12 +39,22 @@ def dropped_moments(
         if (full := f"{name}.state.{key}.{moment}") in restored and full in tensors and parameter.numel()
     ]
     found: dict[str, set[Tensor]] = {name: set() for name in optimizers}
-    has_values = [float(form_of(tensors[full]).has_values()) for _, _, full in moments]
-    kept = group.reduce(Numbers(highest=np.array(has_values)))
-    for (name, parameter, _), is_kept in zip(moments, kept.highest, strict=True):
-        if not is_kept:
+    has_values = {full: float(form_of(tensors[full]).has_values()) for _, _, full in moments}
+    everywhere = _union(list(has_values), group)  # with strict=False, ranks may have restored different tensors
+    highest = group.reduce(Numbers(highest=np.array([has_values.get(full, 0.0) for full in everywhere]))).highest
+    kept = dict(zip(everywhere, highest, strict=True))
+    for name, parameter, full in moments:
+        if not kept[full]:
             found[name].add(parameter)
     return found
+
+
+def _union(names: list[str], group: Group) -> list[str]:
+    """Return the names that any rank has, in the same order on all ranks. Collective."""
+    digests = group.all_gather(blake3(repr(names).encode()).digest())
+    if all(digest == digests[0] for digest in digests):
+        return names
+    return list(dict.fromkeys(name for each in group.all_gather(names) for name in each))
 
 
 def names_of_dropped(chain: Sequence[CheckpointFile]) -> frozenset[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +21,37 @@ from dynaquant.restore.in_place import STATE, parameters_of
 from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import is_of_a_rank
 from dynaquant.store.container import CheckpointFile, Header
+from dynaquant.store.entry import Entry
 from dynaquant.store.reading import Tensors, load_all, load_boxes
 from dynaquant.store.run import Run
 from dynaquant.training.collect import collect
 from dynaquant.training.objects import CHECKED
 
 
-def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: Header) -> dict[str, Tensor]:
-    """Return for stored tensors the DTensors whose parts this rank needs, by stored name.
+@dataclass(frozen=True)
+class Targets:
+    """The DTensors whose parts this rank needs of stored tensors, by stored name.
+
+    whole: names of stored tensors that were divided among ranks, and of which nothing says how they are divided now. In
+    a sharded training, code that expects a DTensor fails on what comes back.
+    """
+
+    tensors: Mapping[str, Tensor]
+    whole: Sequence[str] = ()
+
+    def problems(self, selected: Collection[str]) -> list[str]:
+        """Return what comes back whole of objects, as problems. selected: names of the objects."""
+        prefixes = tuple(f"{name}." for name in selected)
+        return [
+            f"{name} was a DTensor, and nothing says how to divide it now; make it before the restore, as an optimizer "
+            "step or the first update of an average does"
+            for name in self.whole
+            if name.startswith(prefixes)
+        ]
+
+
+def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: Header) -> Targets:
+    """Return the DTensors whose parts this rank needs.
 
     The state of an optimizer that it does not have yet will be divided as its parameter is. A stored tensor of another
     shape has no target. now: the present states of modules and optimizers. objects: of the training, by name.
@@ -36,13 +60,14 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
     with suppress(StateError):  # what cannot be saved now may still be restored
         own.update(flatten(now)[1])
     if not any(map(is_sharded, own.values())):
-        return {}
+        return Targets({})
     for name, thing in objects.items():
         if not isinstance(thing, CHECKED):
             with suppress(Exception):
                 own.update(flatten(collect({name: thing}))[1])
     parameters = parameters_of(objects)
     found: dict[str, Tensor] = {}
+    whole: list[str] = []
     for entry in header.entries:
         if is_of_a_rank(entry.name):  # of a plain tensor
             continue
@@ -51,7 +76,14 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
             target = parameters.get(entry.name.partition(STATE)[2].rpartition(".")[0])
         if target is not None and is_sharded(target) and target.shape == entry.shape:
             found[entry.name] = target
-    return found
+        elif entry.name not in own and _is_divided(entry, header):
+            whole.append(entry.name)
+    return Targets(found, whole)
+
+
+def _is_divided(entry: Entry, header: Header) -> bool:
+    number = entry.scheme.layout_number
+    return number is not None and len(header.layouts[number]) > 1
 
 
 def load_shards(

@@ -200,7 +200,8 @@ class Restorer:
         Raises CheckpointError if it is damaged, StateError if it does not fit.
         """
         now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
-        targets = sharded_targets(now, self.objects, file.header)
+        sharded = sharded_targets(now, self.objects, file.header)
+        targets = sharded.tensors
 
         try:
             own = SeenByRank(file.header, self.group.rank, self.group.size, self.objects)
@@ -228,6 +229,7 @@ class Restorer:
                 lambda tensor: hashes.get(memory_of(tensor), ""),
             )
             fit.problems.extend(self._changed_omitted(source, values, targets))
+            fit.problems.extend(sharded.problems(self._selected))
             own.fit_number_of_ranks(fit, self._selected, state, decoded_here)
             if self.strict:
                 raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", own.advice + _ADVICE)

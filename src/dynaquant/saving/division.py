@@ -23,10 +23,11 @@ from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
 from dynaquant.methods.named import METHODS
 from dynaquant.options import Keep, Quality
-from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, ranks_of_one_copy
+from dynaquant.ranks.dtensors import is_sharded, local_of, mesh_of, named_shard, ranks_of_one_copy
 from dynaquant.ranks.group import Group
 from dynaquant.store.layout import Layout, Place, Plan, box_name
 from dynaquant.store.writing import Base, planned
+from dynaquant.training.hash_cache import samples_of
 from dynaquant.training.objects import MAIN
 
 Writers = tuple[tuple[int, Shard], ...]
@@ -156,7 +157,9 @@ def divide(tensors: Mapping[str, Tensor], group: Group) -> Division | None:
         names = group.from_rank_0(names)
     held = group.run_on_all_ranks(lambda: _held(names, tensors, group.rank))
     local = {name: local_of(tensors[name]) for name in held}
-    writers = _writers({name: tensors[name] for name in held}, _holders(held, tensors, group), group.size)
+    holders = _holders(held, tensors, group)
+    _check_copies(local, holders, group)
+    writers = _writers({name: tensors[name] for name in held}, holders, group.size)
     own = {id(each) for each in writers.values() if any(rank == group.rank for rank, _ in each)}
     others = {name for name in held if id(writers[name]) not in own}
     sharded = {name: shard for name, shard in held.items() if is_sharded(tensors[name])}
@@ -175,9 +178,10 @@ def _held(names: Sequence[str], tensors: Mapping[str, Tensor], rank: int) -> dic
 
 @dataclass(frozen=True, eq=False)
 class _Holders:
-    """What every rank holds of tensors that are divided alike. shards: by rank."""
+    """What every rank holds of tensors that are divided alike. shards, meshes: by rank; a mesh is its ranks."""
 
     shards: tuple[Shard, ...]
+    meshes: tuple[tuple[int, ...], ...]
 
     @cached_property
     def copies(self) -> tuple[list[Shard], NDArray[np.int64]]:
@@ -206,13 +210,38 @@ def _holders(held: Mapping[str, Shard], tensors: Mapping[str, Tensor], group: Gr
     for name in held:
         if is_sharded(tensor := tensors[name]):
             alike[name] = distinct.setdefault((tensor.shape, tensor.device_mesh, tensor.placements), name)
-    gathered = group.all_gather([held[name].spans for name in distinct.values()])
-    known: dict[tuple[Shard, ...], _Holders] = {}
+    gathered = group.all_gather([(held[name].spans, mesh_of(tensors[name])) for name in distinct.values()])
+    known: dict[Any, _Holders] = {}
     found = {}
     for i, name in enumerate(distinct.values()):
-        shards = tuple(Shard(held[name].shape, own[i]) for own in gathered)
-        found[name] = known.setdefault(shards, _Holders(shards))
+        shards = tuple(Shard(held[name].shape, own[i][0]) for own in gathered)
+        meshes = tuple(own[i][1] for own in gathered)
+        found[name] = known.setdefault((shards, meshes), _Holders(shards, meshes))
     return {name: found[first] for name, first in alike.items()}
+
+
+def _check_copies(local: Mapping[str, Tensor], holders: Mapping[str, _Holders], group: Group) -> None:
+    """Raise StateError if ranks of different meshes hold other values of the same elements. Collective.
+
+    On one mesh, PyTorch keeps copies equal. On several, as with tensor parallelism inside data parallelism, the
+    training may. A sample of the values is compared. local: what this rank holds of each tensor.
+    """
+    apart = {name: each for name, each in holders.items() if len(set(each.meshes)) > 1}
+    if not apart:
+        return
+    samples = samples_of({name: local[name] for name in apart})
+    answers = group.all_gather({name: blake3(sample).digest() for name, sample in samples.items()})
+    for name, each in apart.items():
+        for ranks in each.copies[1].tolist():
+            other = next((r for r in ranks if answers[r].get(name) != answers[ranks[0]].get(name)), None)
+            if other is not None:
+                raise StateError(
+                    f"{name} has other values on rank {other} than on rank {ranks[0]}, which holds the same part of "
+                    f"it on another device mesh (ranks {list(each.meshes[other])} and {list(each.meshes[ranks[0]])}): "
+                    "one checkpoint cannot hold both. Save when they are the same, as after an average, give experts "
+                    "names of their own, or save each mesh by DCP: torch.distributed.checkpoint.save(…, "
+                    "storage_writer=…, process_group=…)"
+                )
 
 
 def _writers(tensors: Mapping[str, Tensor], holders: Mapping[str, _Holders], ranks: int) -> dict[str, Writers]:

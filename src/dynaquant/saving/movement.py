@@ -67,7 +67,7 @@ class Movement:
     """The movement of the weights since a reference, and whether it has reached a distance.
 
     objects: the objects of the training, by name. interval: the expected number of steps to the distance, if known.
-    reduce: adds up the sums of all ranks; None if every rank holds all weights. Then ``reached`` is collective.
+    reduce: adds up the sums of all ranks, which may hold parts or other values; ``reached`` is collective then.
     """
 
     def __init__(

@@ -104,8 +104,10 @@ class _Search:
         if original.problem is not None:
             return replace(self._unjudged(original.problem, memory), equivalents=original.spent)
         judge = metric.judge(original, decided, number)
-        at_once = 1 if original.communicates else len(self.group.replicas)
+        at_once = 1 if original.together else len(self.group.replicas)
         notes = metric.notes(original, self.limits.allowed)
+        if original.apart is not None and number == 1:
+            self.warn(original.apart)
         limit = self.limits.allowed - original.noise_margin
         trials = self._trials(judge, limit, at_once, memory)
         if self.fixed is not None:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +38,10 @@ _NEEDS_GRADIENTS = (
 )
 
 
+SAME_NUMBER = 1e-3
+"""The relative difference up to which replicas agree on the metric of the same weights. Theirs differ by rounding."""
+
+
 @dataclass(frozen=True)
 class OriginalScore:
     """The metric of the weights in training, at one checkpoint.
@@ -46,7 +50,7 @@ class OriginalScore:
     ``evaluate`` communicates between ranks. problem: why candidates cannot be judged; None if they can. losses: the
     number of each batch; empty if candidates can be evaluated only as a whole. spent: evaluations on all batches, of
     the weights in training. noise: what is known of the metric's noise now. whole: whether numbers of batches do not
-    repeat.
+    repeat. apart: says that replicas do not agree on the number, and what follows; None if they do.
     """
 
     score: float
@@ -57,6 +61,12 @@ class OriginalScore:
     spent: float = 0.0
     noise: Noise = field(default_factory=Noise)
     whole: bool = False
+    apart: str | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks must score the same candidate, and rank 0's number counts."""
+        return self.communicates or self.apart is not None
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,9 @@ class UserMetric:
             return unusable("the metric of the weights in training is not finite", spent=spent)
         if (known := noise.after(counting)) is None:
             return unusable("the metric is noisy around 0, so no relative degradation can be measured", spent=spent)
-        return OriginalScore(mean_of_scores(own), known.margin, communicates, spent=spent, noise=known, whole=True)
+        apart = _apart([mean_of_scores(scores) for scores in counting], known.margin)
+        found = OriginalScore(mean_of_scores(own), known.margin, communicates, spent=spent, noise=known, whole=True)
+        return replace(found, apart=apart)
 
     def _scores(self, times: int, noise: Noise, number: int) -> list[float]:
         """Evaluate the weights in training so many times, as a whole."""
@@ -151,7 +163,8 @@ class UserMetric:
             return unusable("the metric of the weights in training is not finite", spent=own.spent)
         known = noise.after([[each] * noise.evaluations for each in scores]) or noise
         value = mean_of_batches(own.losses)
-        return OriginalScore(value, 0.0, communicates, losses=own.losses, spent=own.spent, noise=known)
+        found = OriginalScore(value, 0.0, communicates, losses=own.losses, spent=own.spent, noise=known)
+        return replace(found, apart=_apart(scores, 0.0))
 
     def _evaluated_on_batches(self, metric: OnBatches, noise: Noise, number: int) -> _BatchNumbers:
         """Evaluate all batches once, and some again if the noise must be checked."""
@@ -204,6 +217,8 @@ class UserMetric:
             )
         if original.communicates:
             notes.append("evaluate communicates between ranks: all of them score the same candidate together")
+        if original.apart is not None:
+            notes.append(original.apart)
         if original.noise_margin > 0:
             left = (
                 f"this uses up the allowed degradation of {allowed:.2g}; evaluate on more batches"
@@ -227,3 +242,16 @@ class UserMetric:
             )
         watched = self._group.watch_communication(self._evaluate)
         return MetricJudge(self._subject, watched, self.higher_is_better, original.score, decided)
+
+
+def _apart(scores: list[float], noise_margin: float) -> str | None:
+    """Return a note if replicas do not agree on the score of the same weights. scores: of the replicas."""
+    furthest = max(scores, key=lambda score: abs(score - scores[0]))
+    allowed = max(SAME_NUMBER, DEVIATIONS * noise_margin) * max(abs(scores[0]), abs(furthest))
+    if abs(furthest - scores[0]) <= allowed:
+        return None
+    return (
+        f"evaluate returns other numbers on other ranks for the same weights: {scores[0]:.4g} on rank 0, "
+        f"{furthest:.4g} on another. So the number of rank 0 counts, and all ranks score the same candidate; give all "
+        "ranks the same held-out data"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
-from dynaquant.ranks.dtensors import is_sharded
+from dynaquant.ranks.dtensors import holds_unreduced_gradients, is_sharded
 from dynaquant.state.wrappers import bare, named_parameters
 
 
@@ -31,7 +31,15 @@ class Gradients:
         return dict(named_parameters(bare(self._model)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the gradients by the names of their parameters. Sparse ones become dense."""
+        """Return the gradients by the names of their parameters. Sparse ones become dense.
+
+        Raises StateError if FSDP2 holds gradients that are not in the parameters yet.
+        """
+        if holds_unreduced_gradients(self._model):
+            raise StateError(
+                "FSDP2 holds gradients that it has not added up over the ranks, which dq.Gradients cannot store; save "
+                "after a backward pass with set_requires_gradient_sync(True)"
+            )
         gradients = {name: p.grad.detach() for name, p in self._parameters().items() if p.grad is not None}
         return {name: each.to_dense() if each.is_sparse else each for name, each in gradients.items()}
 

@@ -119,6 +119,8 @@ def _checked_state_of(name: str, thing: Any, parameters: Sequence[Sequence[str]]
     """Return the state of one object. Raises StateError, with its name, if an extra's ``state_dict`` fails."""
     try:
         return state_of(thing, parameters)
+    except StateError as error:
+        raise StateError(f"{name}: {error}") from error
     except Exception as error:
         if isinstance(thing, CHECKED):
             raise  # modules and optimizers always have a state, so this is an error in the user's own code

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynaquant.ranks.dtensors import local_of
+from dynaquant.ranks.dtensors import holds_unreduced_gradients, local_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.accumulated import Gradients
 from dynaquant.training.hash_cache import version_of
@@ -24,6 +24,7 @@ class Updates:
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+        self._modules = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
         self._stores_gradients = any(isinstance(thing, Gradients) for thing in objects.values())
         self._names = {
             id(parameter): f"{name}.{path}"
@@ -74,7 +75,10 @@ class Updates:
         That is so if every optimizer has gradients that its last step has not used. Those of a single one of several
         may be left over from the backward pass for another one.
         """
-        if self._stores_gradients or not self._optimizers or not all(map(self._has_unused, self._optimizers)):
+        if self._stores_gradients or not self._optimizers:
+            return []
+        unused = any(map(holds_unreduced_gradients, self._modules)) or all(map(self._has_unused, self._optimizers))
+        if not unused:
             return []
         return [
             "this save is in the middle of an accumulation: gradients that no step has used yet are not stored, so a "
