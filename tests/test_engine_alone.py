@@ -19,7 +19,7 @@ import dynaquant.engine
 for module in pkgutil.walk_packages(dynaquant.engine.__path__, "dynaquant.engine."):
     importlib.import_module(module.name)
 others = {name.split(".")[1] for name in sys.modules if name.startswith("dynaquant.")}
-assert others <= {"engine", "errors", "formatting", "_native"}, others
+assert others <= {"engine", "cached", "errors", "formatting", "_native"}, others
 
 from dynaquant.engine.forms.form import Coded
 from dynaquant.engine.forms.registry import decode

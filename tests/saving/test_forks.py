@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 from watched_training import Training, held, while_it_writes
 
+from dynaquant.cached import cached_property
 from dynaquant.store.run import Run
 
 SCRIPT = """
@@ -134,6 +136,33 @@ def test_a_forked_child_may_have_a_checkpointer_of_its_own(tmp_path):
         process.start()
         process.join()
     assert Run(tmp_path / "child").steps() == [1]
+
+
+def test_a_child_can_use_a_cached_property_that_another_thread_computes_while_it_is_forked():
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, slow):
+            self._slow = slow
+
+        @cached_property
+        def value(self):
+            if self._slow:
+                begun.set()
+                end.wait()
+            return 3
+
+    slow = Slow(slow=True)
+    thread = threading.Thread(target=lambda: slow.value)
+    thread.start()
+    begun.wait()
+    if (child := os.fork()) == 0:
+        signal.alarm(60)  # ends the child if it waits
+        os._exit(Slow(slow=False).value)
+    status = os.waitpid(child, 0)[1]
+    end.set()
+    thread.join()
+    assert status == 3 << 8
 
 
 def save_once(folder) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
+from dynaquant.cached import cached_property
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.report.inspection import RestoreCost, TensorInfo, restore_cost, tensors_of
 from dynaquant.saving.record import Record, Size, record_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dynaquant.cached import cached_property
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.forms.stored import cut
 from dynaquant.engine.label import Label

@@ -12,13 +12,13 @@ import os
 import struct
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import zstandard
 from blake3 import blake3
 
+from dynaquant.cached import cached_property
 from dynaquant.errors import CheckpointError, RunChangedError, UnreadableError
 from dynaquant.garbage import collection_paused
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep

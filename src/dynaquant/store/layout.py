@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from blake3 import blake3
 
+from dynaquant.cached import cached_property
 from dynaquant.engine.tensors.box import Box, tile
 from dynaquant.store.entry import Entry
 

@@ -8,13 +8,14 @@ needs no floats.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant import _native
+from dynaquant.cached import cached_property
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Codebook, Grid, LogGrid
 
 _LONGEST_BLOCK = 1 << 21

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from dynaquant.cached import cached_property
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import Coded, Form, StoredTensor, in_pieces
 from dynaquant.engine.forms.levels import QuantizedTensor, decode_conditional, encode_conditional

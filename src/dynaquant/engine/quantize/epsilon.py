@@ -7,7 +7,9 @@ until float32 holds no smaller number. Their updates are ``m / ε`` all the time
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+
+from dynaquant.cached import cached_property
 
 _LARGEST = 1e-6
 """A larger ε may be something else than what is added to the root."""

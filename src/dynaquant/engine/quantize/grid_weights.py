@@ -6,10 +6,11 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from torch import Tensor
 
+from dynaquant.cached import cached_property
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.grid import RoundedToGrid
 from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration

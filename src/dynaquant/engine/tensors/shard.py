@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, product
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dynaquant.cached import cached_property
 from dynaquant.engine.tensors.box import Box
 
 Span = tuple[int, int]
