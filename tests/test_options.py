@@ -163,6 +163,11 @@ def test_an_automatic_interval_needs_numbers_above_zero(name, value):
         dq.Auto(**{name: value})
 
 
+def test_an_overhead_of_all_the_time_is_refused():
+    with pytest.raises(ValueError, match=r"max_overhead must be below 1, not 2; for 2 percent, give 0\.02"):
+        dq.Auto(max_overhead=2)
+
+
 @pytest.mark.parametrize("distance", [0, -0.1, math.nan, math.inf, True, "0.02", None])
 def test_a_distance_must_be_a_number_above_zero(distance):
     with pytest.raises(ValueError, match=r"Moved needs a finite distance above 0, e\.g\. Moved\(0\.02\) for 2 %"):

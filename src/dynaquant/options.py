@@ -115,7 +115,7 @@ class Auto:
     - ``mean_time_between_failures``: in seconds. The interval is the one that loses the least time to saves and
       failures together (Young 1974, Daly 2006). If both are given, the longer interval counts.
 
-    Raises ValueError if a number is not above 0.
+    Raises ValueError if a number is not above 0, or the overhead is 1 or more.
     """
 
     max_overhead: float | None = None
@@ -124,6 +124,8 @@ class Auto:
     def __post_init__(self) -> None:
         if self.max_overhead is not None:
             _check_above_zero("max_overhead", self.max_overhead, "0.005 for half a percent of the time")
+            if self.max_overhead >= 1:
+                raise ValueError(f"max_overhead must be below 1, not {self.max_overhead!r}; for 2 percent, give 0.02")
         if self.mean_time_between_failures is not None:
             _check_above_zero("mean_time_between_failures", self.mean_time_between_failures, "3600 for an hour")
 
@@ -141,8 +143,7 @@ class Moved:
     The sums run over a sample of about 16,384 values: 128 to 4,096 of each tensor, evenly spaced. ``due`` reads it
     only at some of the steps: about half way through the last interval, then ever closer to the step where the
     movement should reach the distance. It notices that within about 2 % of the interval; later if the weights suddenly
-    move faster than before. Replicas do not communicate for this: their weights are the same, so they decide alike.
-    Ranks of a sharded training each have such a sample of what they hold, and add up their sums.
+    move faster than before. Of several ranks, each has such a sample of what it holds, and they add up their sums.
 
     Raises ValueError if the distance is not a number above 0.
     """

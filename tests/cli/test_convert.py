@@ -120,6 +120,8 @@ def test_invalid_metrics_and_options_give_exit_code_2(model, tmp_path, monkeypat
     )
     for name in (*names, "metrics_broken:x"):
         call("compress", model, "--metric", name, code=2)
+    said = " ".join(call("compress", model, "--metric", "metrics_wrong:nothing", code=2).replace("│", " ").split())
+    assert "metrics_wrong has no nothing; it has " in said
     for wrong in (
         ("--quality", "best"),
         ("--max-degradation", "-1"),

@@ -251,9 +251,10 @@ def test_a_lossless_run_of_one_checkpoint_has_a_page(browser, tmp_path):
 
 
 def test_a_screenshot_can_be_taken(browser, report, run, tmp_path):
-    """From the top to the heat map. The file for the README is written if DYNAQUANT_SCREENSHOT gives its path."""
+    """From the top to the heat map. CONTRIBUTING.md says how this makes the README's picture, of the demo's report."""
     out = Path(os.environ.get("DYNAQUANT_SCREENSHOT", tmp_path / "report.png"))
-    with opened(browser, report) as page:
+    shown = Path(os.environ.get("DYNAQUANT_REPORT", report)).absolute()
+    with opened(browser, shown) as page:
         box = page.locator("section", has=page.locator("#bits")).bounding_box()
         clip = {"x": 0, "y": 0, "width": DESKTOP["width"], "height": box["y"] + box["height"] + 12}
         page.screenshot(path=out, full_page=True, clip=clip)

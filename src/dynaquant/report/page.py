@@ -109,7 +109,10 @@ def _facts(statistics: Statistics) -> str:
         detail = f"{in_bytes(weights.stored)} instead of {in_bytes(weights.raw)}"
         facts.append(("Weights", times(weights.ratio, 1), detail))
     limits = {row.record.limit for row in statistics.rows if row.record.limit is not None}
-    allowed = f"limit {percent(max(limits))} for each checkpoint" if limits else "of one checkpoint"
+    if len(limits) > 1:
+        allowed = f"limit of a checkpoint: {percent(min(limits))} to {percent(max(limits))}"
+    else:
+        allowed = f"limit {percent(max(limits))} for each checkpoint" if limits else "of one checkpoint"
     if statistics.worst is None:
         measured = any(row.record.degradation is not None for row in statistics.rows)
         blind = any(row.record.quality for row in statistics.rows)

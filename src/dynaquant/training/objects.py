@@ -114,6 +114,8 @@ def _one_or_several(kind: str, given: Any) -> dict[str, Any]:
         return {kind: given}
     if not given:
         raise ValueError(f"{kind} is an empty dictionary")
+    if any(isinstance(each, torch.Tensor) for each in given.values()):
+        raise StateError(f"{kind} is a dictionary of tensors, as a state_dict; give the {kind} itself")
     for name in given:
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
             raise ValueError(f"{kind}: {name!r} cannot be a name; use a word without dots")
