@@ -183,6 +183,6 @@ def test_the_home_folder_is_found_and_an_empty_path_refused(tmp_path, monkeypatc
 
 
 def test_a_state_dict_in_place_of_the_model_is_refused(tmp_path):
-    model = nn.Linear(4, 4)
+    model = torch.nn.Linear(4, 4)
     with pytest.raises(dq.StateError, match="model is a dictionary of tensors, as a state_dict; give the model itself"):
         dq.Checkpointer(tmp_path, model.state_dict())

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from click.testing import Result
 from torch import nn
 from training import model_of, train
 from typer.testing import CliRunner
@@ -36,9 +37,13 @@ def make_run(folder) -> nn.Module:
 
 
 def call(*arguments, code: int = 0) -> str:
+    return ran(arguments, code).stdout
+
+
+def ran(arguments, code: int = 0) -> Result:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == code, result.output
-    return result.stdout
+    return result
 
 
 def data(*arguments, code: int = 0):
