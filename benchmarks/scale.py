@@ -75,8 +75,7 @@ class Simulated(Group):
         if isinstance(value, list):  # what a rank holds of tensors that are divided in different ways
             kinds = alike(self._tensors, self._layout)
             values = [[held_by(r, self.size, *kind, self._layout) for kind in kinds] for r in range(self.size)]
-            if not hasattr(value[0], "spans"):
-                values = [[shard.spans for shard in own] for own in values]
+            values = [[(shard.spans, mesh) for shard, (_, mesh) in zip(own, value, strict=True)] for own in values]
             assert values[self.rank] == value
         self._count(values, self.size - 1)
         return values

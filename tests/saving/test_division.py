@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import tile
 from dynaquant.errors import StateError
-from dynaquant.ranks.dtensors import shard_of
+from dynaquant.ranks.dtensors import mesh_of, shard_of
 from dynaquant.saving.division import divide
 from dynaquant.store.layout import layout_of
 
@@ -53,7 +53,7 @@ def divisions(mesh_shape, placements):
     for rank in range(torch.Size(mesh_shape).numel()):
         states.append(state_of(rank, mesh_shape, placements))
         kinds = {tuple(t.shape): t for t in states[-1].values()}
-        spans.append([shard_of(tensor).spans for tensor in kinds.values()])
+        spans.append([(shard_of(tensor).spans, mesh_of(tensor)) for tensor in kinds.values()])
         dist.destroy_process_group()
     for rank in range(len(spans)):
         state = state_of(rank, mesh_shape, placements)

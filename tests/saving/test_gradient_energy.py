@@ -118,6 +118,29 @@ def test_other_optimizers_are_known_by_recorded_gradients():
     assert energy_of(training) == GradientEnergy()
 
 
+@pytest.mark.parametrize(
+    ("noise", "options", "expected"),
+    [
+        (0.0, {}, False),
+        (1.0, {}, None),
+        (0.0, {"weight_decay": 0.1}, None),  # the momentum is another sum
+        (0.0, {"dampening": 0.9}, None),
+    ],
+)
+def test_the_momentum_of_sgd_tells_gradients_without_noise(noise, options, expected):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(100, 100))
+    optimizer = optim.SGD([weight], 1e-6, momentum=0.9, **options)
+    direction = torch.randn(100, 100)
+    for _ in range(100):
+        weight.grad = noise * torch.randn(100, 100) + (1 - noise) * direction
+        optimizer.step()
+    found = gradient_energy({"weight": weight}, [optimizer], {"weight": float(weight.grad.square().mean())}, WHOLE)
+    assert found.noisy is expected
+    if expected is False:
+        assert found.now == pytest.approx(19 * found.average, rel=0.2)
+
+
 def test_gradients_of_lbfgs_have_no_noise():
     training = Exact(lambda p: optim.LBFGS(p, 0.5))
     training.train(1)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from dynaquant.engine.tensors.shard import Shard, Span, spans_of
@@ -111,9 +112,14 @@ def _spans(
     return spans_of(divided.to_local().flatten().tolist())
 
 
-def mesh_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the ranks of the mesh on which a tensor is divided; none for a plain tensor."""
-    return tuple(tensor.device_mesh.mesh.flatten().tolist()) if is_sharded(tensor) else ()
+def mesh_of(tensor: Tensor) -> bytes:
+    """Identify the ranks of the mesh on which a tensor is divided. So a rank need not gather all ranks of all ranks."""
+    return _digest_of_mesh(tensor.device_mesh) if is_sharded(tensor) else b""
+
+
+@lru_cache(maxsize=64)
+def _digest_of_mesh(mesh: Any) -> bytes:
+    return blake3(repr(mesh.mesh.flatten().tolist()).encode()).digest(8)
 
 
 def ranks_of_one_copy(tensors: Iterable[Tensor]) -> set[int] | None:

@@ -178,10 +178,10 @@ def _held(names: Sequence[str], tensors: Mapping[str, Tensor], rank: int) -> dic
 
 @dataclass(frozen=True, eq=False)
 class _Holders:
-    """What every rank holds of tensors that are divided alike. shards, meshes: by rank; a mesh is its ranks."""
+    """What every rank holds of tensors that are divided alike. shards, meshes (``mesh_of``): by rank."""
 
     shards: tuple[Shard, ...]
-    meshes: tuple[tuple[int, ...], ...]
+    meshes: tuple[bytes, ...]
 
     @cached_property
     def copies(self) -> tuple[list[Shard], NDArray[np.int64]]:
@@ -236,11 +236,10 @@ def _check_copies(local: Mapping[str, Tensor], holders: Mapping[str, _Holders], 
             other = next((r for r in ranks if answers[r].get(name) != answers[ranks[0]].get(name)), None)
             if other is not None:
                 raise StateError(
-                    f"{name} has other values on rank {other} than on rank {ranks[0]}, which holds the same part of "
-                    f"it on another device mesh (ranks {list(each.meshes[other])} and {list(each.meshes[ranks[0]])}): "
-                    "one checkpoint cannot hold both. Save when they are the same, as after an average, give experts "
-                    "names of their own, or save each mesh by DCP: torch.distributed.checkpoint.save(…, "
-                    "storage_writer=…, process_group=…)"
+                    f"{name} has other values on rank {other} than on rank {ranks[0]}, which holds the same part of it "
+                    "on another device mesh: one checkpoint cannot hold both. Save when they are the same, as after an "
+                    "average, give experts names of their own, or save each mesh by DCP: "
+                    "torch.distributed.checkpoint.save(…, storage_writer=…, process_group=…)"
                 )
 
 

@@ -32,6 +32,10 @@ _OF_NOISE = 19.0
 _LEAST_OF_NOISE, _MOST_OF_NOISE = 0.03, 12.0
 """In training on batches, ``now`` is 0.2 to 6 times the energy of the gradients of one step. Without noise it is 19
 times that. It also is about that of the second moment; less means that gradients have just become weaker."""
+_ALIGNED = 0.25
+"""The share of the energy of SGD's gradients from which on that of their moving average shows that they are aligned, so
+no noise. That of noise has (1 - β) / (1 + β), 0.05 with β = 0.9."""
+_MOMENTUM = "momentum_buffer"
 _RISE = 10.0
 """By how much one save may raise the strongest energy."""
 _SCALED = 100.0
@@ -94,6 +98,7 @@ def gradient_energy(
     }
     found: dict[str, Tensor] = {}
     decays: dict[str, tuple[float, float]] = {}
+    windows: dict[str, float] = {}
     for name in largest:
         parameter = parameters[name]
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
@@ -110,6 +115,9 @@ def gradient_energy(
             decays[name] = betas
             found[f"{name} first"], found[f"{name} second"] = _mean(first, squared=True), _mean(second)
             found[f"{name} step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+        elif (of_steps := _window_of_sgd(optimizer, group)) and _is_moment(momentum := state.get(_MOMENTUM), parameter):
+            windows[name] = of_steps
+            found[f"{name} momentum"] = _mean(momentum, squared=True)
     here = kernels.small_on_host(found)  # what is on a device crosses together
     energies: dict[str, list[float]] = {}
     known = list(decays) or [name for name in largest if name in recorded]  # not both: they differ in scale
@@ -123,9 +131,10 @@ def gradient_energy(
             means = [float(here[f"{name} second"]) / of_second, if_noise, of_step]
         else:
             means = [recorded[name], of_step or recorded[name], of_step]
-        energies[name] = [size * mean for mean in means]
+        of_mean = float(here[f"{name} momentum"]) / windows[name] ** 2 if name in windows else 0.0
+        energies[name] = [size * mean for mean in [*means, of_mean]]
     sums = shards.sums(energies).values()
-    average, now, of_step = (sum(each[i] for each in sums) for i in range(3))
+    average, now, of_step, of_mean = (sum(each[i] for each in sums) for i in range(4))
     if of_step > _SCALED * average:  # by a GradScaler
         of_step = 0.0
     noisy: bool | None = None
@@ -133,7 +142,17 @@ def gradient_energy(
         noisy = _LEAST_OF_NOISE * average <= now <= _MOST_OF_NOISE * (of_step or average)
     elif optimizers and all(isinstance(each, torch.optim.LBFGS) for each in optimizers):
         noisy, now = False, _OF_NOISE * now  # LBFGS needs all data in every step
+    elif of_mean > _ALIGNED * average:
+        noisy, now = False, _OF_NOISE * of_mean
     return GradientEnergy(average, now, noisy)
+
+
+def _window_of_sgd(optimizer: Any, group: Mapping[str, Any]) -> float:
+    """Return how many steps a momentum of SGD adds up, 1 / (1 - β); 0 if it is another sum than that of gradients."""
+    if type(optimizer) is not torch.optim.SGD or group["dampening"] or float(group["weight_decay"]):
+        return 0.0
+    momentum = float(group["momentum"])
+    return 1 / (1 - momentum) if 0 < momentum < 1 else 0.0
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float] | None:
