@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from dynaquant.engine.tensors.strides import has_gaps
@@ -66,11 +67,12 @@ def notes_on_exact_copies(
 
     They may be an average of the user's own, a target network, or moments inside a wrapper of an optimizer. patterns:
     the user's, over names of tensors, which decide on what matches them. unchanged: names of tensors that take no space
-    in further checkpoints. Optimizers of which `notes_on_exact_moments` speaks do not count.
+    in further checkpoints. What an optimizer itself keeps does not count: `notes_on_exact_moments` speaks of that.
     """
     tensors, labels = captured.tensors, captured.labels
     shapes = {tensors[name].shape for name, label in labels.items() if label.role == "weight"}
-    left_out = ("model.", f"{RNG}.", *(f"{optimizer}.state." for optimizer in captured.exact_optimizers))
+    optimizers = [name for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)]
+    left_out = ("model.", f"{RNG}.", *(f"{name}.state." for name in optimizers))
     copies = [
         name
         for name, label in labels.items()
@@ -79,6 +81,7 @@ def notes_on_exact_copies(
         and tensors[name].shape in shapes
         and tensors[name].is_floating_point()
         and name not in unchanged
+        and name not in captured.differences.names  # they have a note of their own
         and not _decided(name, patterns, objects)
     ]
     if 10 * sum(tensors[name].nbytes for name in copies) < sum(tensor.nbytes for tensor in tensors.values()):
