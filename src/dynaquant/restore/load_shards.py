@@ -76,8 +76,8 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
             target = parameters.get(entry.name.partition(STATE)[2].rpartition(".")[0])
         if target is not None and is_sharded(target) and target.shape == entry.shape:
             found[entry.name] = target
-        elif entry.name not in own and _is_divided(entry, header):
-            whole.append(entry.name)
+        elif (target is None or target.shape != entry.shape) and entry.name not in own and _is_divided(entry, header):
+            whole.append(entry.name)  # the state of a parameter that is not divided comes back whole, too
     return Targets(found, whole)
 
 
