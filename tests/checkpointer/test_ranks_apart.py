@@ -61,6 +61,10 @@ def test_ranks_must_give_the_same_objects(findings):
         assert only_here == [1, {"log": {"seen": [1, 2]}} if rank == 1 else {}]
 
 
+def test_ranks_that_restore_different_parts_end_their_restores_together(findings):
+    assert findings["restored in part"] == [[1, True], [1, False]]
+
+
 def test_ranks_of_different_meshes_must_hold_the_same(findings):
     for found in findings["islands: apart"]:
         assert found.startswith("StateError: model.weight has other values on rank 1 than on rank 0")

@@ -121,7 +121,7 @@ def test_invalid_metrics_and_options_give_exit_code_2(model, tmp_path, monkeypat
     for name in (*names, "metrics_broken:x"):
         call("compress", model, "--metric", name, code=2)
     said = ran(("compress", model, "--metric", "metrics_wrong:nothing"), code=2).stderr.replace("│", " ")
-    assert "metrics_wrong has no nothing; it has " in " ".join(said.split())
+    assert "metrics_wrong has no such function; it has " in " ".join(said.split())
     for wrong in (
         ("--quality", "best"),
         ("--max-degradation", "-1"),

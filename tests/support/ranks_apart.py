@@ -413,7 +413,29 @@ def state_of_another_shape(run):
     return [*found, isinstance(restored, DTensor) and torch.equal(restored.to_local(), rows)]
 
 
+def restored_in_part(run):
+    """Rank 1's new optimizer has all parameters, as the stored one, rank 0's has not."""
+
+    def new():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        return model, torch.optim.AdamW(model[0].parameters())
+
+    model, optimizer = new()
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+    model(torch.ones(3, 64)).square().sum().backward()
+    optimizer.step()
+    with dq.Checkpointer(run, model, optimizer) as ckpt:
+        ckpt.save(1).result()
+    model, optimizer = new()
+    with dq.Checkpointer(run, model, optimizer) as ckpt:
+        if dist.get_rank() == 1:
+            optimizer.add_param_group({"params": [*model[1].parameters()]})
+        return [ckpt.restore(strict=False), bool(ckpt.not_restored)]
+
+
 SCENARIOS = {
+    "restored in part": restored_in_part,
     "other objects": other_objects,
     "islands: apart": partial(islands, False),
     "islands: the same": partial(islands, True),

@@ -315,19 +315,16 @@ def _function(name: str) -> Callable[[Any], float]:
     sys.path.insert(0, os.getcwd())
     try:
         imported = importlib.import_module(module)
-        if (found := getattr(imported, function, None)) is None:
-            own = [key for key, value in vars(imported).items() if callable(value) and not key.startswith("_")]
-            raise typer.BadParameter(f"--metric {name}: {module} has no {function}; it has {', '.join(own) or 'none'}")
-    except typer.BadParameter:
-        raise
     except ModuleNotFoundError as error:
         raise typer.BadParameter(f"--metric {name}: {error}, neither in {os.getcwd()} nor installed") from None
     except Exception as error:  # importing a module can raise anything
         raise typer.BadParameter(f"--metric {name}: {error!r}") from None
     finally:
         sys.path.remove(os.getcwd())
+    found = getattr(imported, function, None)
     if not callable(found):
-        raise typer.BadParameter(f"--metric {name}: not a function")
+        own = [key for key, value in vars(imported).items() if callable(value) and not key.startswith("_")]
+        raise typer.BadParameter(f"--metric {name}: {module} has no such function; it has {', '.join(own) or 'none'}")
     checked: Callable[[Any], float] = found
     return checked
 

@@ -238,7 +238,7 @@ def _check_copies(local: Mapping[str, Tensor], holders: Mapping[str, _Holders], 
                 raise StateError(
                     f"{name} has other values on rank {other} than on rank {ranks[0]}, which holds the same part of it "
                     "on another device mesh: one checkpoint cannot hold both. Save when they are the same, as after an "
-                    "average, give experts names of their own, or save each mesh by DCP: "
+                    "average, divide all experts as one tensor on one mesh, or save each mesh by DCP: "
                     "torch.distributed.checkpoint.save(…, storage_writer=…, process_group=…)"
                 )
 
