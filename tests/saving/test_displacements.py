@@ -9,7 +9,7 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.engine.shards import WHOLE
-from dynaquant.saving.displacements import Displacements, to_json
+from dynaquant.saving.displacements import PER_OCTAVE, Displacements, to_json
 from dynaquant.store.run import Run
 
 
@@ -108,6 +108,21 @@ def test_pretrained_weights_survive_a_metric_that_feels_nothing(tmp_path, qualit
         ckpt.save(5).result()
     restored = dq.load(tmp_path, 5)["model"]["0.weight"]
     assert relative_error(restored, pretrained) < 1.5 * share**2 / 12
+
+
+def test_weights_may_be_loaded_after_the_constructor(tmp_path):
+    """As in ``if ckpt.restore() is None: model.load_state_dict(pretrained)``."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.restore() is None
+        moved(model, 1.0)
+        for step in (1, 2):
+            model(torch.randn(8, 64)).square().sum().backward()
+            optimizer.step()
+            ckpt.save(step).result()
+            stored = Run(tmp_path).file(step).header.record["displaced"]
+            assert 2.0 ** (stored["model.0.weight"] / PER_OCTAVE) == pytest.approx(step * 1e-5, rel=0.2)
 
 
 def test_rows_that_are_rarely_seen_survive(tmp_path):

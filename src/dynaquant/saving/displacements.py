@@ -27,7 +27,7 @@ PER_OCTAVE = 4
 """A record holds displacements as whole numbers of fractions of an octave."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Displacements:
     """The displacements of a model's parameters since the training began.
 
@@ -51,6 +51,10 @@ class Displacements:
     def of_nothing(cls) -> Displacements:
         """Return the displacements of no parameters, for a state without a live model."""
         return cls(nn.Module(), {})
+
+    def begin_here(self) -> None:
+        """Take the present values as the reference: pretrained weights may have been loaded since the constructor."""
+        self.reference = sampled_values(_parameters(self.model), SAMPLE)
 
     def continued(self, stored: Any) -> Displacements:
         """Return those of a restored training. stored: from its record; invalid content is ignored."""

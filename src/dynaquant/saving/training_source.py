@@ -72,8 +72,10 @@ class TrainingSource:
         return learning_rate(self._optimizers)
 
     def displacements(self) -> Displacements:
-        """Return the displacements of a training that begins with the present values."""
-        return Displacements.from_here(self._model)
+        """Return the displacements of a training that begins with the values at the next step of an optimizer."""
+        found = Displacements.from_here(self._model)
+        self.updates.before_next_step(found.begin_here)
+        return found
 
     def source(
         self,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dynaquant.ranks.dtensors import local_of
 from dynaquant.training.first_moments import MomentRule, MomentUpdate, correction_factor, rule_of
-from dynaquant.training.hooks import not_compiled
+from dynaquant.training.hooks import not_compiled, records_graph
 
 log = logging.getLogger("dynaquant")
 
@@ -96,7 +96,7 @@ class MomentCorrection:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._rebuilt:
             return None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if records_graph():
             self.given_up = True
             self._rebuilt.clear()
             return None

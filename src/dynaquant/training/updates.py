@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from dynaquant.ranks.dtensors import holds_unreduced_gradients, local_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.accumulated import Gradients
 from dynaquant.training.hash_cache import version_of
-from dynaquant.training.hooks import not_compiled
+from dynaquant.training.hooks import not_compiled, records_graph
 
 
 class Updates:
@@ -39,8 +39,19 @@ class Updates:
         for optimizer in self._optimizers:  # what earlier steps have used cannot be told, so it is not noted
             self._use_gradients(optimizer)
         self._begin()
-        after_step = not_compiled(self._after_step)
-        self._hooks = [optimizer.register_step_post_hook(after_step) for optimizer in self._optimizers]
+        self._before_next_step: Callable[[], object] | None = None
+        before_step, after_step = not_compiled(self._before_step), not_compiled(self._after_step)
+        self._hooks = [optimizer.register_step_pre_hook(before_step) for optimizer in self._optimizers]
+        self._hooks += [optimizer.register_step_post_hook(after_step) for optimizer in self._optimizers]
+
+    def before_next_step(self, action: Callable[[], object]) -> None:
+        """Call ``action`` once, just before an optimizer's next step. It may read tensors."""
+        self._before_next_step = action
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ARG002
+        if self._before_next_step is not None and not records_graph():
+            action, self._before_next_step = self._before_next_step, None
+            action()
 
     def _begin(self) -> None:
         self._waiting = {id(o): [p for group in o.param_groups for p in group["params"]] for o in self._optimizers}
