@@ -129,6 +129,43 @@ def test_the_names_of_new_folders_are_synced(tmp_path, done, monkeypatch):
 
 
 @pytest.fixture
+def folder_sync_fails_with(monkeypatch):
+    """Makes syncing any folder fail, as CIFS and some file systems of FUSE do; returns what sets the error's number."""
+    number, fsync = [errno.EINVAL], os.fsync
+
+    def failing(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number[0], os.strerror(number[0]))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    return lambda error: number.__setitem__(0, error)
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_cannot_sync_folders_takes_files_runs_and_tags(tmp_path, folder_sync_fails_with, error):
+    folder_sync_fails_with(error)
+    model = nn.Linear(4, 4)
+    dq.save(model.state_dict(), tmp_path / "m.dqc", quality="lossless")
+    assert torch.equal(dq.load(tmp_path / "m.dqc")["weight"], model.weight)
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "deep").mkdir()
+    with dq.Checkpointer(tmp_path / "new" / "run", model, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+        ckpt.tag("mine")
+        ckpt.save(2)
+        ckpt.wait()
+    remove_tag(Run(tmp_path / "new" / "run"), "mine")
+    assert Run(tmp_path / "new" / "run").steps() == [1, 2]
+
+
+def test_a_folder_that_a_broken_disk_does_not_sync_is_an_error(tmp_path, folder_sync_fails_with):
+    folder_sync_fails_with(errno.EIO)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'"):
+        dq.save({"w": torch.ones(3)}, tmp_path / "m.dqc")
+
+
+@pytest.fixture
 def failing_sync(monkeypatch):
     """Makes syncing a folder fail once it holds a file whose name begins with one of these names."""
     names, fsync = set(), os.fsync

@@ -87,10 +87,15 @@ def open_file(path: Path) -> BinaryIO:
     raise CheckpointError(f"{path} is {kind}, not a file")
 
 
+_FOLDERS_CANNOT_BE_SYNCED = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+"""Error numbers of ``fsync`` of a folder on a file system that cannot do it, such as CIFS and some of FUSE."""
+
+
 def sync(path: Path) -> None:
     """Make a file's content durable, or the names of the files in a folder.
 
-    Raises OSError, naming the file or folder, if this fails.
+    Some file systems cannot sync a folder. There, the system itself decides when the names are durable. Raises OSError,
+    naming the file or folder, if this fails.
     """
     if not _FOLDERS_CAN_BE_OPENED and path.is_dir():
         return
@@ -98,6 +103,8 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
+        if error.errno in _FOLDERS_CANNOT_BE_SYNCED and stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return
         error.filename = str(path)
         raise
     finally:
