@@ -56,6 +56,36 @@ def test_a_tag_is_moved_to_another_checkpoint_only_by_force(run):
     assert len(list((run.folder / FOLDER).iterdir())) == 1
 
 
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_takes_tags(run, monkeypatch, error):
+    def no_links(*_, **__):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "link", no_links)
+    set_tag(run, "best", run.file(1))
+    set_tag(run, "best", run.file(1))  # the same tag again is no error
+    with pytest.raises(dq.CheckpointError, match="best is the tag of step 1; --force"):
+        set_tag(run, "best", run.file(2))
+    (run.folder / FOLDER / "link").symlink_to("nothing")
+    with pytest.raises(dq.CheckpointError, match="link is the tag of another file"):
+        set_tag(run, "link", run.file(2))
+    assert names(run) == {"best": 1}
+    assert len(list((run.folder / FOLDER).iterdir())) == 2
+    save(run.folder, 1)  # another training begins, and tags what is there
+    newest = run.holding(3, next(tag.identity for tag in tags_of(run) if tag.name.startswith("earlier-3-")))
+    assert newest.header.step == 3
+
+
+def test_a_tag_that_a_broken_disk_does_not_write_is_an_error(run, monkeypatch):
+    def broken(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "link", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        set_tag(run, "best", run.file(1))
+    assert not tags_of(run)
+
+
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../x", "a/b", "/etc/x", "12", "-x", ".hidden", "a b", "ü", "a" * 101, "a\n"]
 )

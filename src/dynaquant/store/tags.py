@@ -21,6 +21,8 @@ from dynaquant.store.run import Run
 FOLDER = "tags"
 _LARGEST = 1000
 """Maximum bytes of a tag's file."""
+_LINKS_UNSUPPORTED = {errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+"""Error numbers of ``os.link`` on a file system without hard links, such as exFAT and buckets mounted by FUSE."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.+-]{0,99}")
 
 
@@ -103,7 +105,7 @@ def _write_tag(run: Run, tag: Tag, path: Path, force: bool) -> None:
         if force:
             temporary.replace(path)
         else:
-            os.link(temporary, path)  # fails if the tag exists, even if another process has just created it
+            _name_if_free(temporary, path)
     except FileExistsError:
         before = next((other for other in tags_of(run) if other.name == tag.name), None)
         if before == tag:
@@ -113,6 +115,18 @@ def _write_tag(run: Run, tag: Tag, path: Path, force: bool) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_parent(path)
+
+
+def _name_if_free(temporary: Path, path: Path) -> None:
+    """Give a file its name. Raises FileExistsError if there is a file of that name."""
+    try:
+        os.link(temporary, path)  # fails if the tag exists, even if another process has just created it
+    except OSError as error:
+        if error.errno not in _LINKS_UNSUPPORTED:
+            raise
+        if os.path.lexists(path):  # whoever else creates tags waits for the lock of the folder
+            raise FileExistsError from None
+        temporary.replace(path)
 
 
 def remove_tag(run: Run, name: str) -> None:
