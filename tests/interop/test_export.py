@@ -17,7 +17,7 @@ from training import bits, model_of, train
 import dynaquant as dq
 from dynaquant.interop import any_format, safetensors
 from dynaquant.interop.export import Target, export, target_for
-from dynaquant.interop.packing import Packer, compress
+from dynaquant.interop.packing import Packer, compress, pack
 from dynaquant.interop.targets import OF_FRAMEWORKS
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.flatten import unflatten
@@ -132,6 +132,16 @@ def test_the_suffix_decides_the_format_and_then_the_original_format(folder, trai
     assert target_for(trained, Path("x")) is Target.SAFETENSORS
     torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
     assert target_for(packed(tmp_path / "m.pt", tmp_path), Path("x")) is Target.TORCH_STATE
+
+
+@pytest.mark.parametrize("name", ["x.onnx", "x.GGUF", "x.h5", "x.tflite", "x.npz", "x.dqc"])
+def test_a_suffix_of_another_format_is_refused(folder, trained, tmp_path, name):
+    for stored in (folder, trained):
+        with pytest.raises(dq.CheckpointError, match="does not write files of the format .*; let it end in .safe"):
+            target_for(stored, tmp_path / name)
+    torch.save({"w": torch.ones(2)}, tmp_path / name)  # unpack gives a file its own name again
+    list(pack({1: tmp_path / name}, tmp_path / "packed", Packer()))
+    assert target_for(StoredCheckpoint(tmp_path / "packed"), tmp_path / "back" / name) is Target.TORCH_STATE
 
 
 @pytest.mark.parametrize(

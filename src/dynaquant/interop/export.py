@@ -36,6 +36,12 @@ _OF_FORMAT = {
     "dcp": Target.DCP,
 }
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_OTHER_SUFFIXES = (
+    *(".dqc", ".onnx", ".ort", ".gguf", ".ggml", ".h5", ".hdf5", ".keras", ".tflite", ".npz", ".npy", ".pb"),
+    *(".mlmodel", ".mlpackage", ".engine", ".plan", ".trt", ".pte", ".pt2", ".pkl", ".pickle", ".msgpack", ".json"),
+)
+"""Suffixes of formats that are not written."""
+_ADVICE = f"let it end in .safetensors, {', '.join(_TORCH_SUFFIXES)}, or give --to {', '.join(Target)}"
 
 
 def model_target(out: Path) -> Target:
@@ -47,19 +53,22 @@ def model_target(out: Path) -> Target:
         return Target.SAFETENSORS
     if out.suffix in _TORCH_SUFFIXES:
         return Target.TORCH
-    raise CheckpointError(
-        f"{out}: the name does not tell the format; let it end in .safetensors, {', '.join(_TORCH_SUFFIXES)}, or give "
-        f"--to {', '.join(Target)}"
-    )
+    raise CheckpointError(f"{out}: the name does not tell the format; {_ADVICE}")
 
 
 def target_for(stored: StoredCheckpoint, out: Path) -> Target:
-    """Return the target for an output path: from its suffix, else from the original format, else safetensors."""
+    """Return the target for an output path: from its suffix, else from the original format, else safetensors.
+
+    Raises CheckpointError if the suffix is that of another format, unless the original has it, too.
+    """
     if out.suffix == ".safetensors":
         return Target.SAFETENSORS
     if out.suffix in _TORCH_SUFFIXES:
         return Target.TORCH_STATE
-    return _OF_FORMAT.get(str(_source(stored).get("format")), Target.SAFETENSORS)
+    source, suffix = _source(stored), out.suffix.lower()
+    if suffix in _OTHER_SUFFIXES and not str(source.get("name")).lower().endswith(suffix):
+        raise CheckpointError(f"{out}: dynaquant does not write files of the format {suffix}; {_ADVICE}")
+    return _OF_FORMAT.get(str(source.get("format")), Target.SAFETENSORS)
 
 
 def export(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell = lambda _text: None) -> list[str]:
