@@ -51,6 +51,36 @@ def test_the_first_version_of_fsdp_is_refused_with_advice(tmp_path, shard, where
     assert said.endswith("or save with torch.distributed.checkpoint, through dynaquant.interop.dcp")
 
 
+class KeysAreAttributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+class KeysAreAttributesOrNone(dict):
+    __getattr__ = dict.get
+
+
+class AnythingIsNone:
+    def __getattr__(self, name):
+        return None
+
+
+class AnythingFails:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("kind", [KeysAreAttributes, KeysAreAttributesOrNone])
+def test_a_dictionary_whose_keys_are_attributes_is_told_what_to_give_instead(tmp_path, kind):
+    with pytest.raises(dq.StateError, match=f"progress: a value of type .*{kind.__name__} cannot be stored; make it"):
+        dq.Checkpointer(tmp_path / "run", model_of(), extras={"progress": kind(epoch=1)})
+
+
+@pytest.mark.parametrize("kind", [AnythingIsNone, AnythingFails])
+def test_an_object_that_answers_for_every_attribute_is_no_optimizer_and_has_no_state(tmp_path, kind):
+    said = refused(tmp_path, model_of(), extras={"other": kind()})
+    assert said.startswith(f"other: {kind.__name__} has no state_dict() and load_state_dict(); wrap it in an object")
+
+
 def test_a_sum_that_ranks_have_not_added_is_refused_by_name(tmp_path):
     from torch.distributed.tensor import DTensor, Partial
 

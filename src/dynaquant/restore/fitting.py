@@ -16,7 +16,7 @@ from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import tied_keys
 from dynaquant.restore.model_tensors import tied_problem
 from dynaquant.state import wrappers
-from dynaquant.state.plain_objects import PlainObject, leaves
+from dynaquant.state.plain_objects import PlainObject, has_method, leaves
 from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
 from dynaquant.training import optimizers
 from dynaquant.training.collect import state_by_object, stored_rng_state
@@ -106,7 +106,7 @@ def fit_state(
                     found.states[name] = given
                 except RuntimeError as error:  # from PyTorch, for the state of a generator of another device
                     found.problems.append(f"{name} cannot take the state of the generator that was saved ({error})")
-        elif hasattr(thing, "load_state_dict"):
+        elif has_method(thing, "load_state_dict"):
             found.states[name] = given
         else:
             _fit_plain(found, name, thing, given)

@@ -21,7 +21,7 @@ from dynaquant.engine.tensors.dtypes import DTYPES, dtype_name
 from dynaquant.engine.tensors.strides import strides_of, with_strides
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, memory_of, part_problem
-from dynaquant.state.plain_objects import PlainObject
+from dynaquant.state.plain_objects import PlainObject, has_method
 from dynaquant.state.tree import MAX_DEPTH, PYTHON_CONTAINERS, SIZE
 
 CONTAINERS: dict[type, str] = {**PYTHON_CONTAINERS, torch.Size: SIZE}
@@ -187,7 +187,7 @@ def _node_of_plain_value(value: Any, path: str) -> Any:
             "extra, in an object whose state_dict() gives plain tensors and whose load_state_dict() takes them"
         )
         raise StateError(f"{path}: {problem}")
-    if callable(getattr(value, "state_dict", None)):
+    if has_method(value, "state_dict"):
         raise StateError(
             f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be stored inside another object; save its "
             "state_dict(), or make it an extra of its own"

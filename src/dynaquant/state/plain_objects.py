@@ -154,3 +154,15 @@ def _is_plain(kind: type) -> bool:
     as_object = all(getattr(kind, name) is getattr(object, name) for name in makers)
     has_slots = any(vars(each).get("__slots__") for each in kind.__mro__)
     return as_object and not has_slots and not hasattr(kind, "__setstate__") and not hasattr(kind, "__del__")
+
+
+def has_method(thing: Any, name: str) -> bool:
+    """Whether an object has a method of this name.
+
+    What is no attribute may be answered by code of the object, such as a dictionary's with ``__getattr__``, which may
+    raise any error, or return None.
+    """
+    try:
+        return callable(getattr(thing, name, None))
+    except Exception:
+        return False

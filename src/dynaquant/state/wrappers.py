@@ -118,7 +118,10 @@ def _inside(thing: Any) -> Any:
     if isinstance(thing, nn.Module):
         name = _attribute(thing)
         return None if name is None else thing._modules[name]
-    inner = getattr(thing, "optimizer", None)
+    try:
+        inner = getattr(thing, "optimizer", None)
+    except Exception:  # a dictionary whose keys are attributes may raise KeyError; then it is no wrapper
+        return None
     packages = {kind.__module__.partition(".")[0] for kind in type(thing).__mro__}
     if isinstance(thing, Optimizer) and "accelerate" not in packages:
         return None  # its own step, and perhaps its own state, is not that of the optimizer inside

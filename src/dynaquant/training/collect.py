@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dynaquant.errors import StateError
 from dynaquant.state import wrappers
-from dynaquant.state.plain_objects import packages_of, taken_apart
+from dynaquant.state.plain_objects import has_method, packages_of, taken_apart
 from dynaquant.training import optimizers, rng
 from dynaquant.training.objects import (
     CHECKED,
@@ -105,7 +105,7 @@ def state_of(thing: Any, parameters: Sequence[Sequence[str]] | None = None) -> A
         return generator_state(thing)
     if isinstance(thing, nn.Module):
         return wrappers.state_dict(thing)
-    if hasattr(thing, "state_dict"):
+    if has_method(thing, "state_dict"):
         state = thing.state_dict()
         if isinstance(thing, torch.optim.Optimizer):
             state = taken_apart(state, packages_of(thing))

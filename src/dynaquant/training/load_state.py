@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
+from dynaquant.state.plain_objects import has_method
 from dynaquant.state.subclasses import descriptions_in, owner_of, set_packed
 from dynaquant.state.tree import dict_items, tensor_name, with_items
 from dynaquant.training.expanded import can_hold, copy_into, is_expanded
@@ -25,7 +26,7 @@ class StatesOfRanks(tuple[Any, ...]):
 
 def divides_its_state(thing: Any) -> bool:
     """Whether an object can load the states of another number of ranks."""
-    return callable(getattr(thing, "load_state_of_ranks", None))
+    return has_method(thing, "load_state_of_ranks")
 
 
 def load_state(thing: Any, state: Any) -> None:
@@ -38,7 +39,7 @@ def load_state(thing: Any, state: Any) -> None:
         _load_optimizer(thing, state)
     elif isinstance(thing, GENERATOR):
         set_generator_state(thing, state)
-    elif hasattr(thing, "load_state_dict"):
+    elif has_method(thing, "load_state_dict"):
         thing.load_state_dict(state)
     elif isinstance(thing, dict | list):
         _update(thing, state)

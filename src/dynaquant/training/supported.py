@@ -19,7 +19,7 @@ from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, part_pro
 from dynaquant.ranks.group import Group
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
-from dynaquant.state.plain_objects import packages_of, taken_apart
+from dynaquant.state.plain_objects import has_method, packages_of, taken_apart
 from dynaquant.state.subclasses import check_subclasses, is_wrapper
 from dynaquant.training.hooks import not_compiled
 
@@ -195,7 +195,7 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
 
 def _check_other(name: str, thing: Any) -> None:
     _refuse(name, thing)
-    if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+    if has_method(thing, "state_dict") and has_method(thing, "load_state_dict"):
         return
     if isinstance(thing, dict | list) or (is_dataclass(thing) and not isinstance(thing, type)):
         if is_dataclass(thing) and type(thing).__dataclass_params__.frozen:  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, local_of, memory_of
 from dynaquant.state.flatten import flatten, unflatten
+from dynaquant.state.plain_objects import has_method
 from dynaquant.state.subclasses import PACKED, inner_tensors, is_wrapper
 from dynaquant.training import rng
 from dynaquant.training.collect import state_of
@@ -62,7 +63,7 @@ class Undo:
 
     def _remember_extra(self, thing: Any) -> None:
         if not isinstance(thing, GENERATOR):
-            self._remember_attributes(thing, deep=not hasattr(thing, "load_state_dict"))
+            self._remember_attributes(thing, deep=not has_method(thing, "load_state_dict"))
         try:
             tree, tensors = flatten(state_of(thing))
         except StateError:  # the present state cannot be saved, but the stored one may still be restored
