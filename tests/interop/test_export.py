@@ -137,7 +137,7 @@ def test_the_suffix_decides_the_format_and_then_the_original_format(folder, trai
 @pytest.mark.parametrize("name", ["x.onnx", "x.GGUF", "x.h5", "x.tflite", "x.npz", "x.dqc"])
 def test_a_suffix_of_another_format_is_refused(folder, trained, tmp_path, name):
     for stored in (folder, trained):
-        with pytest.raises(dq.CheckpointError, match="does not write files of the format .*; let it end in .safe"):
+        with pytest.raises(dq.CheckpointError, match=r"does not write files of the format .*; let it end in .safe"):
             target_for(stored, tmp_path / name)
     torch.save({"w": torch.ones(2)}, tmp_path / name)  # unpack gives a file its own name again
     list(pack({1: tmp_path / name}, tmp_path / "packed", Packer()))
