@@ -5,6 +5,7 @@ import pickle
 import shutil
 import struct
 from argparse import Namespace
+from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,56 @@ def test_objects_among_the_arguments_of_a_training_script_run_no_code(tmp_path):
     with pytest.raises(dq.StateError, match="contains itself"):
         any_format.read(tmp_path / "m.pth")
     assert not (tmp_path / "made").exists()
+
+
+class Config(dict):
+    """A dictionary with attributes, like those of EasyDict and yacs."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__.update(items)
+
+
+class OrderedConfig(OrderedDict):
+    pass
+
+
+class History(list):
+    pass
+
+
+def test_containers_of_other_classes_are_left_out_on_request(tmp_path):
+    others = {
+        "config": Config(lr=0.1, inner=Config(depth=3)),
+        "ordered": OrderedConfig(a=1, b=2),
+        "default": defaultdict(list, {"loss": [1.0]}),
+        "recent": deque([1, 2], maxlen=3),
+        "one": deque([1]),
+        "history": History([1, 2]),
+    }
+    weights = {"w": torch.randn(4, 4)}
+    torch.save({"model": weights, "epoch": 3, **others}, tmp_path / "m.pth")
+    file = any_format.read(tmp_path / "m.pth", skip_objects=True)
+    found = unflatten(file.tree, dict(file.tensors))
+    assert bits(found) == bits({"model": weights, "epoch": 3})
+    for name in others:
+        assert name in file.notes[0]
+    assert "recent.0 (collections.deque)" in file.notes[0]
+    others["config"]["code"] = Code(tmp_path / "made")
+    torch.save({"model": weights, **others}, tmp_path / "m.pth")
+    with pytest.raises(dq.CheckpointError, match=r"posix\.system"):
+        any_format.read(tmp_path / "m.pth", skip_objects=True)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_a_file_of_a_newer_pickle_protocol_is_not_called_damaged(tmp_path, protocol):
+    state = {"w": torch.ones(2), "bytes": b"x"}
+    torch.save(state, tmp_path / "m.pt", pickle_protocol=protocol)
+    said = f"saved with pickle protocol {protocol}.*default protocol: torch.save without pickle_protocol"
+    for skip_objects in (False, True):
+        with pytest.raises(dq.CheckpointError, match=said):
+            any_format.read(tmp_path / "m.pt", skip_objects)
 
 
 def test_a_torch_file_that_names_a_command_is_refused_even_if_objects_may_be_left_out(tmp_path):

@@ -6,7 +6,9 @@ import pickle
 import re
 import struct
 import warnings
+import zipfile
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import BadZipFile, is_zipfile
@@ -35,6 +37,7 @@ UNPICKLING_ERRORS = (
     SafetensorError,  # torch.load raises it for some file names
 )
 """Errors that unpickling a damaged or unsafe file may raise."""
+_APPENDED_TO = re.compile(r"Can only (?:append to|extend) lists, but got <class '([^']+)'>")
 _NAMES_CODE = re.compile(r"(?:GLOBAL |^)([\w.]+)(?: was not an allowed global| whose module|$)", re.MULTILINE)
 
 
@@ -73,27 +76,79 @@ def load(
     """
     check_torch_is_safe(path)
     try:
-        # Unpickling a Namespace sets its attributes and runs no code of its own.
-        known = [] if not skip_objects else _placeholders(path)
-        with warnings.catch_warnings(), safe_globals([Namespace, *known]):
-            # PyTorch warns of other pickle protocols; reading shows whether it can read them.
-            warnings.simplefilter("ignore")
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        state = _unpickled(path, skip_objects)
         state = _without_namespaces(state, "", [] if namespaces is None else namespaces, set())
     except UNPICKLING_ERRORS as error:
-        why = why_not_unpickled(error, "a complete file of torch.save")
+        why = _newer_protocol(path, error) or why_not_unpickled(error, "a complete file of torch.save")
         raise CheckpointError(f"{path}: {why}{advice if _names_code(error) else ''}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: it holds a {type(state).__name__}, not a dictionary such as a state dict")
     return state
 
 
-class _Placeholder:
+def _unpickled(path: Path, skip_objects: bool) -> Any:
+    """Return what a file holds. PyTorch appends to lists alone, so objects that it appends to are found one by one."""
+    lists: set[str] = set()
+    while True:
+        # Unpickling a Namespace sets its attributes and runs no code of its own.
+        known = _placeholders(path, lists) if skip_objects else []
+        try:
+            with warnings.catch_warnings(), safe_globals([Namespace, *known]):
+                # PyTorch warns of other pickle protocols; reading shows whether it can read them.
+                warnings.simplefilter("ignore")
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        except pickle.UnpicklingError as error:
+            found = _APPENDED_TO.search(str(error))
+            if not skip_objects or found is None or found[1] in lists:
+                raise
+            lists.add(found[1])
+
+
+def _newer_protocol(path: Path, error: BaseException) -> str:
+    """Return what to do about a file of a newer pickle protocol, if that is why it could not be unpickled; else empty.
+
+    PyTorch's safe unpickler lacks most instructions of protocols after 2, the one that ``torch.save`` uses by default.
+    """
+    if not isinstance(error, pickle.UnpicklingError) or "Unsupported operand" not in str(error):
+        return ""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as file:
+                start = file.read(2)
+    except (OSError, BadZipFile, StopIteration, RuntimeError, NotImplementedError, ValueError):
+        return ""
+    if len(start) < 2 or start[0] != pickle.PROTO[0] or not 2 < start[1] <= pickle.HIGHEST_PROTOCOL:
+        return ""
+    return (
+        f"it was saved with pickle protocol {start[1]}, which PyTorch cannot read without running code that a file "
+        "names. If you trust it, load it with torch.load(…, weights_only=False), and save it with the default "
+        "protocol: torch.save without pickle_protocol"
+    )
+
+
+class _MayHaveItems(type):
+    """The class of placeholders. PyTorch sets items only of objects whose class equals ``dict``."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is dict
+
+    __hash__ = type.__hash__
+
+
+class _Placeholder(metaclass=_MayHaveItems):
     """Stands for an object of a file. Its subclasses have the names of the objects' classes."""
 
-    def __new__(cls, *_: Any, **__: Any) -> _Placeholder:
-        """Ignore the arguments of the object's class."""
-        return super().__new__(cls)
+    _appended_to = False
+    """Whether the file appends to such objects."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Ignore the arguments of the object's class. A list that holds a placeholder is left out like one."""
+        made = super().__new__(cls)
+        return [made] if cls._appended_to else made
+
+    def __setitem__(self, *_: Any) -> None:
+        """Ignore an item of the object."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -102,13 +157,17 @@ class _Placeholder:
         """Ignore the object's state."""
 
 
-def _placeholders(path: Path) -> list[Any]:
-    """Return placeholders, for ``safe_globals``, of whatever a file names and weights_only does not know."""
+def _placeholders(path: Path, lists: Collection[str]) -> list[Any]:
+    """Return placeholders, for ``safe_globals``, of whatever a file names and weights_only does not know.
+
+    lists: names of classes to whose objects the file appends.
+    """
     classes: list[Any] = []
     for name in get_unsafe_globals_in_checkpoint(path):
         module, _, own = name.rpartition(".")
         if name != "argparse.Namespace":
-            classes.append((type(own, (_Placeholder,), {"__module__": module}), name))
+            content = {"__module__": module, "_appended_to": name in lists}
+            classes.append((_MayHaveItems(own, (_Placeholder,), content), name))
     return classes
 
 
