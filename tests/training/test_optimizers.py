@@ -176,6 +176,42 @@ def test_an_optimizer_with_one_state_for_all_parameters_needs_their_order(tmp_pa
                     ckpt.restore()
 
 
+def test_the_weights_of_lbfgs_are_exact_from_its_first_step_on(tmp_path):
+    """Rounding between two gradients would pass for a curvature, and the training diverge."""
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 20)
+
+    def training() -> tuple[nn.Module, torch.optim.LBFGS]:
+        model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 1))
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.5)
+
+    def steps(model, optimizer) -> dict:
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(inputs) - inputs[:, :1].sin()).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return bits(model.state_dict())
+
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert "weight" in ckpt.save(0).result().roles
+        steps(model, optimizer)
+        record = ckpt.save(3).result()
+        assert set(record.roles) == {"exact"}
+        assert any("as LBFGS does" in note for note in record.notes)
+        after = steps(model, optimizer)
+    again = training()
+    with dq.Checkpointer(tmp_path, *again) as ckpt:
+        assert ckpt.restore() == 3
+        assert steps(*again) == after
+    with dq.Checkpointer(tmp_path, *again, roles={"model.*": "weight"}) as ckpt:
+        assert "weight" in ckpt.save(6).result().roles
+
+
 def test_pytorch_loads_the_stored_and_the_exported_state(tmp_path):
     _, optimizer = saved(tmp_path)
     out = tmp_path / "state.pt"

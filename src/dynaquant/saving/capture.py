@@ -22,7 +22,7 @@ from dynaquant.saving.division import Division, divide
 from dynaquant.saving.rank_zero import rng_states_of_other_ranks
 from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import with_ranks
-from dynaquant.state.roles import labels, untrained
+from dynaquant.state.roles import compared_across_steps, labels, untrained
 from dynaquant.state.tree import without_tensors
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Base
@@ -42,8 +42,8 @@ class Captured:
     of the tensors of the last checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of
     frozen parameters. Both are empty if there is no last checkpoint. division: of the tensors among the ranks; None if
     every rank holds all of them. exact_optimizers: names of those whose moments are stored exactly, each with the
-    reason. untrained: names of the parameters that do not train. differences: what differs between ranks. notes: for
-    the record.
+    reason. untrained: names of the parameters that do not train. compared: of those that ``compared_across_steps``
+    returns. differences: what differs between ranks. notes: for the record.
     """
 
     tree: Any
@@ -55,6 +55,7 @@ class Captured:
     division: Division | None = None
     exact_optimizers: Mapping[str, str] = field(default_factory=dict)
     untrained: frozenset[str] = frozenset()
+    compared: frozenset[str] = frozenset()
     differences: Differences = field(default_factory=Differences)
     notes: Sequence[str] = ()
 
@@ -103,7 +104,8 @@ def capture(
     exact = group.from_rank_0(exact_optimizers(objects))
     updated = group.from_rank_0(updated)
     idle = group.run_on_all_ranks(lambda: untrained(objects, updated))
-    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact, idle))
+    compared = group.run_on_all_ranks(lambda: compared_across_steps(objects))
+    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact, idle, compared))
     omitted = _omitted(label_of)
     if division is not None:
         _refuse_omitted(omitted)
@@ -120,7 +122,9 @@ def capture(
         tree = with_ranks(tree, differences.ranks)
     small_on_host = group.run_on_all_ranks(lambda: kernels.small_on_host(local))
     if division is not None:
-        return Captured(tree, local, small_on_host, label_of, {}, {}, division, exact, idle, differences, notes)
+        return Captured(
+            tree, local, small_on_host, label_of, {}, {}, division, exact, idle, compared, differences, notes
+        )
     return Captured(
         tree,
         local,
@@ -130,6 +134,7 @@ def capture(
         last_external={} if base is None else run.frozen_files.available(base.tensors),
         exact_optimizers=exact,
         untrained=idle,
+        compared=compared,
         differences=differences,
         notes=notes,
     )

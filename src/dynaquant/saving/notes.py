@@ -34,6 +34,17 @@ def notes_on_exact_moments(captured: Captured, objects: Mapping[str, Any], patte
     return notes
 
 
+def notes_on_compared_gradients(captured: Captured) -> list[str]:
+    """Return a note if weights are stored exactly because their optimizer compares gradients (LBFGS)."""
+    exact = [name for name in sorted(captured.compared) if captured.labels[name].role == "exact"]
+    if not exact:
+        return []
+    return [
+        "the optimizer compares each gradient with the last one, as LBFGS does, so the weights that it trains are "
+        f"stored exactly, such as {exact[0]}: after a restore, rounding would pass for a curvature"
+    ]
+
+
 def notes_on_gaps(captured: Captured, objects: Mapping[str, Any]) -> list[str]:
     """Return a note if tensors cannot come back with the strides that they have. Modules keep their own memory."""
     left_out = (f"{RNG}.", *(f"{name}." for name, thing in objects.items() if isinstance(thing, nn.Module)))

@@ -24,7 +24,13 @@ from dynaquant.saving.frozen_and_omitted import (
 )
 from dynaquant.saving.gradient_statistics import GradientStatistics
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of, weights_of
-from dynaquant.saving.notes import notes_on_complex, notes_on_exact_copies, notes_on_exact_moments, notes_on_gaps
+from dynaquant.saving.notes import (
+    notes_on_compared_gradients,
+    notes_on_complex,
+    notes_on_exact_copies,
+    notes_on_exact_moments,
+    notes_on_gaps,
+)
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
@@ -117,6 +123,7 @@ class TrainingSource:
             tolerances = bounded_by_weights(tolerances, windows, weights_of(windows), own, limits, captured.shards)
             notes += note_on_parameters_without_optimizer(self._model, frozen)
             notes += notes_on_exact_moments(captured, self._objects, self._patterns)
+            notes += notes_on_compared_gradients(captured)
             notes += notes_on_complex(captured, self._objects)
             notes += notes_on_exact_copies(captured, self._objects, self._patterns, frozen.unchanged)
 

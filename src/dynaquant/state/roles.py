@@ -60,6 +60,7 @@ def labels(
     vectors: bool = False,
     exact: Collection[str] = (),
     idle: Collection[str] | None = None,
+    compared: Collection[str] = (),
 ) -> dict[str, Label]:
     """Return the label of every tensor of a state.
 
@@ -67,7 +68,8 @@ def labels(
     tensors begin with its name. overrides: role or bound by glob pattern over tensor names, e.g.
     ``{"*.lm_head.weight": "exact"}``; the last pattern that matches counts. vectors: whether parameters of one
     dimension (biases, norms) are weights. exact: names of the optimizers whose moments are stored exactly unless a
-    pattern says otherwise (``training/moment_uses.py``). idle: what ``untrained`` returns, if that is known.
+    pattern says otherwise (``training/moment_uses.py``). idle: what ``untrained`` returns, if that is known. compared:
+    names of the parameters that are exact unless a pattern says otherwise, as ``compared_across_steps`` returns them.
 
     Only parameters of models (``"model"``, ``"model.G"``) become weights, since only models are evaluated, and only if
     they train. Those of a known average of a model become averages (``state/averages.py``). Other parameters are exact
@@ -82,7 +84,7 @@ def labels(
     parameters: dict[str, str] = {}  # each name of a parameter, and its first name, which is among the tensors
     for prefix, thing in objects.items():
         if isinstance(thing, nn.Module):
-            result.update(_module_labels(prefix, thing, tensors, vectors, frozen))
+            result.update(_module_labels(prefix, thing, tensors, vectors, {*frozen, *compared}))
             parameters.update(_parameter_names(prefix, thing) if overrides else {})
         elif isinstance(thing, torch.optim.Optimizer):
             own = f"{prefix}.state."
@@ -136,8 +138,7 @@ def untrained(objects: Mapping[str, Any], updated: Collection[str] = ()) -> froz
     """
     optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
     trained = {memory_of(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    modules = {prefix: module for prefix, module in objects.items() if isinstance(module, nn.Module)}
-    own = {f"{s}.{path}": parameter for s, module in modules.items() for path, parameter in named_parameters(module)}
+    own = _parameters_of(objects)
     of_models = {name: memory_of(parameter) for name, parameter in own.items() if _is_of_model(name)}
     known = trained & set(of_models.values())
     others_trained = trained != known
@@ -149,6 +150,26 @@ def untrained(objects: Mapping[str, Any], updated: Collection[str] = ()) -> froz
     return frozenset(
         name for name, parameter in own.items() if name in idle or not (parameter.requires_grad or name in updated)
     )
+
+
+def compared_across_steps(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the parameters whose optimizer compares the next gradient with that of its last step.
+
+    LBFGS does so once it has taken a step. It takes their difference for the curvature along that step; weights that
+    a restore has rounded would make it noise (docs/decisions.md, "What about LBFGS?").
+    """
+    optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+    comparing = [each for each in optimizers if any("prev_flat_grad" in state for state in each.state.values())]
+    if not comparing:
+        return frozenset()
+    trained = {memory_of(p) for optimizer in comparing for group in optimizer.param_groups for p in group["params"]}
+    return frozenset(name for name, parameter in _parameters_of(objects).items() if memory_of(parameter) in trained)
+
+
+def _parameters_of(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """Return the parameters of all modules by name; tied ones by their first name in each."""
+    modules = {prefix: module for prefix, module in objects.items() if isinstance(module, nn.Module)}
+    return {f"{s}.{path}": parameter for s, module in modules.items() for path, parameter in named_parameters(module)}
 
 
 def _is_of_model(name: str) -> bool:
