@@ -96,3 +96,98 @@ def test_a_compiled_step_is_compiled_as_without_a_checkpointer(tmp_path):
                 step()
         graphs.append(len(compiled))
     assert graphs[0] == graphs[1]
+
+
+class KeepsWhatItComputes(nn.Module):
+    """A layer with a bias that it computes from a weight. While it is evaluated, it keeps what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+        self.known: dict[str, Tensor] = {}
+
+    def bias(self) -> Tensor:
+        return self.weight.square().mean(1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.weight.t() - self.kept_bias()
+
+    def kept_bias(self) -> Tensor:
+        raise NotImplementedError
+
+
+class UntilTrained(KeepsWhatItComputes):
+    """In a dictionary that ``train`` empties, as LeViT does."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if mode:
+            self.known.clear()
+        return super().train(mode)
+
+    def kept_bias(self) -> Tensor:
+        if self.training:
+            return self.bias()
+        if "bias" not in self.known:
+            self.known["bias"] = self.bias()
+        return self.known["bias"]
+
+
+class UntilWritten(KeepsWhatItComputes):
+    """In an attribute, until PyTorch counts another write to the weight."""
+
+    mark, last = (0, 0), None
+
+    def kept_bias(self) -> Tensor:
+        mark = self.weight.data_ptr(), self.weight._version
+        if self.training or self.mark != mark or self.last is None:
+            self.mark, self.last = mark, self.bias()
+        return self.last
+
+
+@pytest.mark.parametrize("kind", [UntilTrained, UntilWritten])
+def test_what_a_layer_keeps_of_one_candidate_reaches_neither_another_one_nor_training(tmp_path, kind):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(kind(), nn.ReLU(), nn.Linear(64, 1)), torch.randn(128, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def evaluate(model: nn.Module) -> float:
+        model.eval()
+        return (model(inputs) - inputs[:, :1].sin()).square().mean().item()
+
+    for _ in range(20):
+        (model.train()(inputs) - inputs[:, :1].sin()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = set(vars(model[0]))
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality="small") as ckpt:
+        quality = ckpt.save(20).result().quality
+        assert set(vars(model[0])) == before
+        assert not model[0].known
+    other = nn.Sequential(kind(), nn.ReLU(), nn.Linear(64, 1))
+    dq.load_into(other, tmp_path)
+    assert evaluate(other) == pytest.approx(quality.restored, rel=1e-6)
+    assert quality.restored != quality.original
+
+
+def test_a_layer_that_initializes_itself_from_its_first_batch_does_so_in_training(tmp_path):
+    class FromFirstBatch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.is_ready = False
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if not self.is_ready:
+                self.scale.data.copy_(1 / inputs.std(0))
+                self.is_ready = True
+            return inputs * self.scale
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), FromFirstBatch())
+    inputs = 5 * torch.randn(64, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda m: m(inputs).square().mean().item()) as ckpt:
+        ckpt.save(0).result()
+        assert torch.equal(model[1].scale, torch.ones(8))
+        model(inputs)
+        assert not torch.equal(model[1].scale, torch.ones(8))

@@ -27,7 +27,7 @@ class Snapshot:
         self._model = model
         self._objects = objects = objects or {}
         self._modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-        self._noted = [(vars(module), _plain(module)) for module in model.modules() if has_own_train(module)]
+        self._attributes = [_Attributes(module) for module in model.modules() if not _is_pytorch_s(module)]
         self._recorded = torch.is_grad_enabled()
         self._generators, self._global = generator_states(objects), rng.get_state()
 
@@ -48,18 +48,45 @@ class Snapshot:
                 if [(name, id(t)) for name, t in own.items()] != [(name, id(t)) for name, t in before.items()]:
                     own.clear()  # also removes what was registered since
                     own.update(before)  # type: ignore[arg-type]
-        for attributes, noted in self._noted:
-            attributes.update(noted)
+        for attributes in self._attributes:
+            attributes.put_back()
         torch.set_grad_enabled(self._recorded)
         set_generator_states(self._objects, self._generators)
         rng.set_state(self._global)
 
 
+class _Attributes:
+    """The attributes of a module that are not ``nn.Module``'s own, with the content of lists, dictionaries and sets.
+
+    Values of tensors are not remembered, only which tensors they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        self._content = [(value, value.copy()) for value in self._values.values() if type(value) in (list, dict, set)]
+
+    def put_back(self) -> None:
+        own = vars(self._module)
+        for name in own.keys() - self._values.keys() - _OF_EVERY_MODULE:
+            del own[name]
+        own.update(self._values)
+        for value, content in self._content:
+            if isinstance(value, list):
+                value[:] = content
+            else:
+                value.clear()
+                value.update(content)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
 def has_own_train(module: nn.Module) -> bool:
     """Whether a layer does something of its own when it is put into another mode, such as merging weights."""
     own = type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
-    return own and not type(module).__module__.startswith("torch.")
+    return own and not _is_pytorch_s(module)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: each for name, each in vars(module).items() if isinstance(each, bool | int | float | str | None)}
+def _is_pytorch_s(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
