@@ -15,11 +15,12 @@
 - ``division.py``: how the tensors are divided among the ranks, and which rank writes what
 - ``finite.py``: notices a training that has diverged
 - ``source.py``: what is compressed: the state of a live training, of a file, or a part that another program hands over
-- ``training_source.py``: the state of a live training as a source, with the next four files
+- ``training_source.py``: the state of a live training as a source, with the next five files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect
 - ``gradient_statistics.py``: gradients recorded between two saves
 - ``gradient_energy.py``: how strong gradients are, and how far the estimate of the loss can be trusted
+- ``gradient_alignment.py``: whether gradients are strong where weights are large, as the estimate takes for granted
 - ``moment_tolerances.py``: how coarse first moments may be
 - ``compressor.py``: how each tensor of a source is stored; the stages are the next four files
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels

@@ -18,10 +18,11 @@ from dynaquant.methods.method import WeightsToPrepare
 from dynaquant.methods.named import METHODS
 from dynaquant.options import Quality, check_share
 from dynaquant.ranks.group import Group
+from dynaquant.saving import gradient_alignment, gradient_energy
 from dynaquant.saving.assemble import Assembled, assemble, assemble_on_access
 from dynaquant.saving.bounded_tensors import bounded_tensors
 from dynaquant.saving.compressed import Compressed
-from dynaquant.saving.gradient_energy import NOTE, GradientEnergy
+from dynaquant.saving.gradient_energy import GradientEnergy
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import MomentTolerances
@@ -101,10 +102,12 @@ class Compressor:
             if not source.on_access:  # looked up often
                 weights = dict(weights)
             budget, run = self._budget_at(source, memory), self._group.run_reducing
-            energy = GradientEnergy()
+            energy, alignment = GradientEnergy(), 1.0
             if self.preset is not None:
                 energy = run(lambda: source.energy(weights))
-            trust = energy.trust(memory.strongest_gradients)
+            if self._manager.judges_by_distortion:
+                alignment = run(lambda: source.alignment(weights))
+            trust = energy.trust(memory.strongest_gradients) * alignment
             # Ranks must come to the same decisions.
             limits = self._group.from_rank_0(
                 Limits(self._largest if budget is None else budget.allowed, last_resort=self._largest, trust=trust)
@@ -115,8 +118,10 @@ class Compressor:
             bounded = run(lambda: bounded_tensors(source, self.preset))
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
-            if limits.trust < 1 and decision.judged_by not in (None, "evaluate"):
-                notes.append(NOTE)
+            if decision.judged_by not in (None, "evaluate"):
+                notes += [gradient_energy.NOTE] * (limits.trust < alignment) + [gradient_alignment.NOTE] * (
+                    alignment < 1
+                )
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error
                 bounded, decision = self._averages.judge(decision, bounded, source.tensors, source.labels, error, limit)

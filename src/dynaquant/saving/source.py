@@ -31,6 +31,11 @@ def no_gradients(_weights: Mapping[str, Tensor]) -> GradientEnergy:
     return GradientEnergy()
 
 
+def nothing_misaligned(_weights: Mapping[str, Tensor]) -> float:
+    """Return that gradients are strong where weights are large, as far as known."""
+    return 1.0
+
+
 def nothing_known(_weights: Mapping[str, Tensor]) -> Mapping[str, float]:
     """Return no mean squared gradients."""
     return {}
@@ -46,10 +51,10 @@ class Source:
     training is at this state; None if no training continues from it.
 
     Weights: ``master_of`` has the names of master weights by those of their half-precision weights. mean_squares:
-    returns F. energy: returns how strong gradients are. gradients: what the method has recorded. records_gradients:
-    whether it records at all. vectors_count_more: whether vectors count more than other weights if no F is known.
-    displaced: how far the training has moved each tensor. untrained: names of the parameters that do not train.
-    hash_of: returns the hash of one.
+    returns F. energy: returns how strong gradients are. alignment: see ``gradient_alignment``. gradients: what the
+    method has recorded. records_gradients: whether it records at all. vectors_count_more: whether vectors count more
+    than other weights if no F is known. displaced: how far the training has moved each tensor. untrained: names of the
+    parameters that do not train. hash_of: returns the hash of one.
 
     All others: ``external`` has the tensors whose values are not stored. frozen: names of parameters that do not train
     and have not changed; they get a file of their own. first_tolerances: those of single first moments, in place of the
@@ -66,6 +71,7 @@ class Source:
     master_of: Mapping[str, str] = field(default_factory=dict)
     mean_squares: MeanSquares = nothing_known
     energy: Callable[[Mapping[str, Tensor]], GradientEnergy] = no_gradients
+    alignment: Callable[[Mapping[str, Tensor]], float] = nothing_misaligned
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     records_gradients: bool = False
     vectors_count_more: bool = False

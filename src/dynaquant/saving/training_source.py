@@ -22,6 +22,7 @@ from dynaquant.saving.frozen_and_omitted import (
     note_on_parameters_without_optimizer,
     omitted_tensors,
 )
+from dynaquant.saving.gradient_alignment import gradient_alignment
 from dynaquant.saving.gradient_statistics import GradientStatistics
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of, weights_of
 from dynaquant.saving.notes import (
@@ -143,6 +144,7 @@ class TrainingSource:
             master_of=master_of,
             mean_squares=lambda weights: self._gradients.mean_squares(some(weights), captured.shards),
             energy=lambda weights: self._gradients.energy(some(weights), captured.shards),
+            alignment=lambda weights: gradient_alignment(some(weights), self._optimizers, captured.shards),
             gradients=self._gradients.recorded(),
             records_gradients=self._gradients.needed,
             displaced=displaced,

@@ -1,0 +1,62 @@
+"""Whether gradients are strong where weights are large, as the estimate that stands in for a metric takes for granted.
+
+The estimate counts what a training has learned as ``Σ F·w²``, with one F for each tensor, the mean of the squared
+gradients v. It stands for ``Σ v·w²``. The two are about the same in most trainings. But where features of different
+units come in, a layer has small weights with strong gradients beside large weights with weak ones, and ``F·w²`` can be
+a million times too much (docs/decisions.md, "How far can the estimate be trusted?").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynaquant.engine.shards import Shards
+from dynaquant.ranks.dtensors import local_of
+from dynaquant.saving.movement import sampled_values
+
+NOTE = (
+    "gradients are strong where weights are small, as with features of different units, so the weights are stored more "
+    "finely, as there is no metric: normalize the features, or give evaluate to know what checkpoints lose"
+)
+_SAMPLE = 1_024
+"""Values of the sample of one tensor, at most."""
+_ORDINARY = 0.5
+"""The share of ``Σ F·w²`` that ``Σ v·w²`` is at least in nearly all trainings."""
+
+
+def gradient_alignment(
+    parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], shards: Shards
+) -> float:
+    """Return by how much the limit of the estimate is multiplied, at most 1: ``Σ v·w² / Σ F·w²``, if that is small.
+
+    The sums are those of matrices with a second moment v in an optimizer, on samples; without any, 1. parameters: by
+    name. shards: of them. Collective if there are any.
+    """
+    weights, moments = {}, {}
+    for name, parameter in parameters.items():
+        states = (optimizer.state.get(parameter) for optimizer in optimizers)
+        state: Mapping[str, Any] = next(filter(None, states), {})
+        moment = state.get("exp_avg_sq", state.get("square_avg"))
+        if not isinstance(moment, Tensor) or moment.shape != parameter.shape or not moment.is_floating_point():
+            continue
+        if parameter.numel() > max(parameter.shape, default=0):
+            weights[name], moments[name] = local_of(parameter), local_of(moment)
+    of_weights, of_moments = (sampled_values(each, _SAMPLE) for each in (weights, moments))
+    own: dict[str, list[float]] = {}
+    for name, weight in weights.items():
+        own[name] = [0.0] * 4  # a rank may hold nothing of a tensor
+        if name in of_weights and name in of_moments and weight.stride() == moments[name].stride():
+            with np.errstate(invalid="ignore", over="ignore"):  # infinite values
+                squared, v = np.square(of_weights[name]), of_moments[name]
+                sums = float(squared @ v), float(squared.sum()), float(v.sum())
+            own[name] = [*(total * weight.numel() / len(v) for total in sums), float(weight.numel())]
+    found = np.array(list(shards.sums(own).values())).reshape(-1, 4)
+    together, squares, gradients, sizes = found[np.isfinite(found).all(1) & (found[:, 3] > 0)].T
+    assumed = float((squares * gradients / sizes).sum())
+    return min(1.0, float(together.sum()) / assumed / _ORDINARY) if 0 < assumed < math.inf else 1.0
