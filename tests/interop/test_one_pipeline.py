@@ -47,11 +47,13 @@ def test_the_same_limit_chooses_the_same_scale_for_a_training_and_its_state(tmp_
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
     with dq.Checkpointer(tmp_path / "run", model, optimizer, quality=dq.Quality("high", max_degradation=1e-3)) as ckpt:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_()
-        model(torch.randn(256, 64)).square().mean().backward()
-        optimizer.step()
+        for scale in (0, 1):  # what is written before the first step is not moved by the training
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_(std=scale)
+            optimizer.zero_grad()
+            model(torch.randn(256, 64)).square().mean().backward()
+            optimizer.step()
         live = ckpt.save(1).result()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     saved = dq.save(state, tmp_path / "saved.dqc", quality=dq.Quality("high", max_degradation=1e-3))
