@@ -89,7 +89,9 @@ def test_magnitude_metrics_need_no_gradients_and_give_no_note(tmp_path):
     configuration = dq.Configuration(protection_metric="magnitude")
     with dq.Checkpointer(tmp_path, model, optimizer, quality=dq.Quality(configuration=configuration)) as ckpt:
         assert ckpt.save(1).result().notes == []
-        recorders = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if "Updates" not in hook.__qualname__]
+        recorders = [
+            hook for hook in optimizer._optimizer_step_pre_hooks.values() if "Updates" not in hook.__qualname__
+        ]
         assert not recorders
 
 

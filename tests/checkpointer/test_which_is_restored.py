@@ -1,6 +1,9 @@
 """Which checkpoint ``restore`` and ``load`` choose: the newest that verifies, or the requested one."""
 
+import errno
 import logging
+import os
+from pathlib import Path
 
 import pytest
 from small_runs import damage, saved, training_of, weights_of
@@ -106,3 +109,24 @@ def test_load_takes_the_newest_or_the_given_step_and_names_damage(tmp_path):
     damage(Run(tmp_path).path(2))
     with pytest.raises(dq.CheckpointError, match=r"step-000000000002\.dqc: tensor "):
         dq.load(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_a_file_that_the_system_does_not_open_is_not_damaged(tmp_path, monkeypatch, number):
+    saved(tmp_path, [1, 2])
+    model, optimizer = training_of(1)
+    before, newest = bits(dict(weights_of(model))), Run(tmp_path).path(2)
+    opened = os.open
+
+    def refused(path, *rest, **options):
+        if Path(path).name == newest.name:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        with pytest.raises(dq.CheckpointError, match="It may be sound, so no older checkpoint was taken"):
+            ckpt.restore()
+        assert bits(dict(weights_of(model))) == before
+        monkeypatch.undo()
+        assert ckpt.restore() == 2

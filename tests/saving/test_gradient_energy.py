@@ -141,15 +141,6 @@ def test_the_momentum_of_sgd_tells_gradients_without_noise(noise, options, expec
         assert found.now == pytest.approx(19 * found.average, rel=0.2)
 
 
-def test_gradients_of_lbfgs_have_no_noise():
-    training = Exact(lambda p: optim.LBFGS(p, 0.5))
-    training.train(1)
-    found = energy_of(training, {name: 1.0 for name, _ in training.model.named_parameters()})
-    square = sum(float(p.grad.double().square().sum()) for p in training.model.parameters())
-    assert found.now == pytest.approx(19 * square, rel=1e-3)
-    assert found.noisy is False
-
-
 def test_the_gradient_tells_noise_if_it_is_there_and_otherwise_the_second_moment():
     training = Exact()
     training.train(100)

@@ -24,6 +24,7 @@ from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.plain_objects import leaves
 from dynaquant.store.container import CheckpointFile, Parent
+from dynaquant.store.files import raise_if_unavailable
 from dynaquant.store.out_of_memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
@@ -154,6 +155,8 @@ class Restorer:
                 header = open_step_or_tag(self.run, step).header
                 return [Parent(header.step, header.identity)]
             summaries, broken = self.run.summaries()
+            for error in broken:  # it may be the newest
+                raise_if_unavailable(error)
             self.skipped += broken
             return [Parent(summary.step, summary.identity) for summary in reversed(summaries)]
 
@@ -165,6 +168,7 @@ class Restorer:
         try:
             return self.run.holding(candidate.step, candidate.identity), None
         except CheckpointError as error:
+            raise_if_unavailable(error)
             with suppress(CheckpointError):
                 return self.run.file(candidate.step), error
             return None, error
@@ -192,6 +196,7 @@ class Restorer:
         try:
             return self._decode(file), None
         except CheckpointError as error:
+            raise_if_unavailable(error)
             return None, error
 
     def _decode(self, file: CheckpointFile) -> Loaded:

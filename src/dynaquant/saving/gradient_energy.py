@@ -140,8 +140,6 @@ def gradient_energy(
     noisy: bool | None = None
     if decays:
         noisy = _LEAST_OF_NOISE * average <= now <= _MOST_OF_NOISE * (of_step or average)
-    elif optimizers and all(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-        noisy, now = False, _OF_NOISE * now  # LBFGS needs all data in every step
     elif of_mean > _ALIGNED * average:
         noisy, now = False, _OF_NOISE * of_mean
     return GradientEnergy(average, now, noisy)

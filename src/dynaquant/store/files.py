@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, UnreadableError
 from dynaquant.store.in_order import begun
 
 _DISK_FULL = {
@@ -19,6 +19,18 @@ _DISK_FULL = {
     errno.EDQUOT: "your disk quota is used up: free some space and try again, or choose a path on another disk",
     errno.EFBIG: "the file exceeds the largest size allowed there: choose a path on another disk, or raise the limit",
 }
+
+
+_UNAVAILABLE = {
+    errno.EACCES: "its permissions forbid reading it",
+    errno.EPERM: "its permissions forbid reading it",
+    errno.EMFILE: "too many files are open: raise the limit (ulimit -n), or close some",
+    errno.ENFILE: "too many files are open on this machine",
+    errno.ESTALE: "the network file system has lost sight of it: try again, or mount the file system anew",
+    errno.ETIMEDOUT: "the file system does not answer: try again",
+    errno.ENOTCONN: "the file system is not connected: mount it anew",
+}
+"""Errors of the system that say nothing of the content of a file, unlike EIO, which a bad sector gives."""
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
@@ -30,6 +42,17 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     if not text:
         raise ValueError("the path is empty (a variable that is not set?); give '.' for the working directory")
     return Path(os.path.expanduser(text))
+
+
+def raise_if_unavailable(error: CheckpointError) -> None:
+    """Raise UnreadableError if a file could not be read, but is not damaged as far as that tells."""
+    cause = underlying_os_error(error)
+    if cause is not None and cause.errno in _UNAVAILABLE:
+        where = f"{cause.filename}: " if cause.filename else ""
+        raise UnreadableError(
+            f"{where}{_UNAVAILABLE[cause.errno]}. It may be sound, so no older checkpoint was taken in its place; "
+            "restore(step=…) takes one"
+        ) from error
 
 
 def underlying_os_error(error: BaseException) -> OSError | None:
