@@ -159,7 +159,11 @@ def compared_across_steps(objects: Mapping[str, Any]) -> frozenset[str]:
     a restore has rounded would make it noise (docs/decisions.md, "What about LBFGS?").
     """
     optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
-    comparing = [each for each in optimizers if any("prev_flat_grad" in state for state in each.state.values())]
+    comparing = [
+        optimizer
+        for optimizer in optimizers
+        if any(isinstance(state, dict) and "prev_flat_grad" in state for state in optimizer.state.values())
+    ]
     if not comparing:
         return frozenset()
     trained = {memory_of(p) for optimizer in comparing for group in optimizer.param_groups for p in group["params"]}
