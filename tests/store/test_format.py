@@ -381,7 +381,9 @@ def test_both_agree_on_golden_files_after_these_were_recoded(tmp_path):
 
 
 def test_both_agree_on_the_published_method(tmp_path):
-    saved_run(tmp_path, adamw, 2, quality=dynaquant.Quality(method="published"), evaluate=lambda _: 1.0)
+    # Given, as the estimate would keep this model exact: its gradients are strong where its weights are small.
+    quality = dynaquant.Quality(method="published", configuration=dynaquant.Configuration())
+    saved_run(tmp_path, adamw, 2, quality=quality)
     assert codings_in(tmp_path, 2) >= {"quantized alone", "quantized delta", "quantized rearranged"}
 
 

@@ -105,7 +105,6 @@ class Compressor:
             energy, alignment = GradientEnergy(), 1.0
             if self.preset is not None:
                 energy = run(lambda: source.energy(weights))
-            if self._manager.judges_by_distortion:
                 alignment = run(lambda: source.alignment(weights))
             trust = energy.trust(memory.strongest_gradients) * alignment
             # Ranks must come to the same decisions.
@@ -119,9 +118,10 @@ class Compressor:
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
             if decision.judged_by not in (None, "evaluate"):
-                notes += [gradient_energy.NOTE] * (limits.trust < alignment) + [gradient_alignment.NOTE] * (
-                    alignment < 1
-                )
+                if limits.trust < alignment:
+                    notes.append(gradient_energy.NOTE)
+                if alignment < 1:
+                    notes.append(gradient_alignment.NOTE)
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error
                 bounded, decision = self._averages.judge(decision, bounded, source.tensors, source.labels, error, limit)

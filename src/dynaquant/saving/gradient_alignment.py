@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from dynaquant.engine.shards import Shards
 from dynaquant.ranks.dtensors import local_of
 from dynaquant.saving.movement import sampled_values
+from dynaquant.search.distortion import second_moments
 
 NOTE = (
     "gradients are strong where weights are small, as with features of different units, so the weights are stored more "
@@ -38,15 +38,9 @@ def gradient_alignment(
     The sums are those of matrices with a second moment v in an optimizer, on samples; without any, 1. parameters: by
     name. shards: of them. Collective if there are any.
     """
-    weights, moments = {}, {}
-    for name, parameter in parameters.items():
-        states = (optimizer.state.get(parameter) for optimizer in optimizers)
-        state: Mapping[str, Any] = next(filter(None, states), {})
-        moment = state.get("exp_avg_sq", state.get("square_avg"))
-        if not isinstance(moment, Tensor) or moment.shape != parameter.shape or not moment.is_floating_point():
-            continue
-        if parameter.numel() > max(parameter.shape, default=0):
-            weights[name], moments[name] = local_of(parameter), local_of(moment)
+    matrices = {name: each for name, each in parameters.items() if each.numel() > max(each.shape, default=0)}
+    moments = {name: local_of(moment) for name, moment in second_moments(matrices, optimizers).items()}
+    weights = {name: local_of(matrices[name]) for name in moments}
     of_weights, of_moments = (sampled_values(each, _SAMPLE) for each in (weights, moments))
     own: dict[str, list[float]] = {}
     for name, weight in weights.items():

@@ -75,13 +75,7 @@ def mean_squared_gradients(
 
     recorded: the mean squares on this rank. shards: of the parameters. Collective if there are any.
     """
-    found: dict[str, Tensor] = {}
-    of_optimizers = [optimizer.state for optimizer in optimizers]
-    for name, parameter in parameters.items():
-        state: Mapping[str, Any] = next(filter(None, (states.get(parameter) for states in of_optimizers)), {})
-        moment = state.get("exp_avg_sq", state.get("square_avg"))
-        if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.is_floating_point():
-            found[name] = moment
+    found = second_moments(parameters, optimizers)
     totals = kernels.totals({name: local_of(moment) for name, moment in found.items()})
     sums = shards.sums({name: [total] for name, total in totals.items()})
     moments = {name: sums[name][0] / max(moment.numel(), 1) for name, moment in found.items()}
@@ -92,3 +86,15 @@ def mean_squared_gradients(
     sources = [{name: f for name, f in source.items() if math.isfinite(f)} for source in (moments, gradients)]
     best = max(sources, key=len)
     return best if sum(best.values()) > 0 else {}
+
+
+def second_moments(parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Return the optimizers' second moments of parameters, by name, as far as they have any of the same shape."""
+    found: dict[str, Tensor] = {}
+    of_optimizers = [optimizer.state for optimizer in optimizers]
+    for name, parameter in parameters.items():
+        state: Mapping[str, Any] = next(filter(None, (states.get(parameter) for states in of_optimizers)), {})
+        moment = state.get("exp_avg_sq", state.get("square_avg"))
+        if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.is_floating_point():
+            found[name] = moment
+    return found
