@@ -16,15 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -37,11 +33,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dynaquant.engine.forms.form import StoredTensor
-from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
-from dynaquant.interop.dcp_folder import nested
+from dynaquant.interop.dcp_results import Plain, WrittenBox, plan_and_parts, tree_of
 from dynaquant.interop.dcp_roles import dcp_source
 from dynaquant.options import Deprecated, Keep, Quality, QualityName, options_of
 from dynaquant.ranks.group import Group
@@ -49,11 +44,11 @@ from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.memory import Memory
 from dynaquant.state.flatten import flatten
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.container import Header, Parent, is_step
+from dynaquant.store.container import Header, Parent, Summary, is_step
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import Layout, PartFile, Place, Plan, box_name
+from dynaquant.store.layout import box_name
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
-from dynaquant.store.writing import Base, Checkpoint, WrittenPart, depends_on, planned, write_part
+from dynaquant.store.writing import Base, Checkpoint, depends_on, planned, write_part
 
 log = logging.getLogger("dynaquant")
 CheckpointId = str | os.PathLike[str] | None
@@ -76,16 +71,25 @@ class _Commit:
 
 
 @dataclass(frozen=True)
-class _WrittenBox:
-    """What a process tells the coordinator of a box: its part, and what the header has to know."""
+class _Last:
+    """What a process remembers of the last part that it wrote. The next save tells whether that was committed.
 
-    part: int
-    file: PartFile
-    label: Label
-    hash: bytes
-    size: int
-    needs_parent: bool
-    second: str
+    address: of the part. base: its boxes. memories: after it was written, by the number of what is compressed together.
+    before: the memories before.
+    """
+
+    address: str = ""
+    base: Base | None = None
+    memories: Mapping[int, Memory] = field(default_factory=dict)
+    before: Mapping[int, Memory] = field(default_factory=dict)
+
+    def base_for(self, commit: _Commit) -> Base | None:
+        """Return what the next part is conditioned on: these boxes, if they are the parent's."""
+        return self.base if self.address in commit.parts else None
+
+    def memories_for(self, commit: _Commit) -> Mapping[int, Memory]:
+        """Return the memories of the last part that was committed."""
+        return self.memories if self.address in commit.committed else self.before
 
 
 class StorageWriter(_StorageWriter):
@@ -115,12 +119,8 @@ class StorageWriter(_StorageWriter):
         self._retention = Retention(keep)
         self._id: CheckpointId = None
         self._held = ExitStack()  # the run's lock, on the coordinator, from planning to the end
-        self._base: Base | None = None  # the boxes that this process wrote last
-        self._address = ""  # of the part with them
-        self._last: Parent | None = None  # on the coordinator: the checkpoint that was committed last
-        self._memories: dict[int, Memory] = {}  # of the last commit, by the number of what is compressed together
-        self._next_memories: dict[int, Memory] = {}  # of what was written last
-        self._committed: frozenset[str] = frozenset()  # on the coordinator: addresses of the parts committed last
+        self._last = _Last()
+        self._committed: Summary | None = None  # on the coordinator: the checkpoint that was committed last
         self._commit: _Commit | None = None  # on the coordinator
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -178,19 +178,20 @@ class StorageWriter(_StorageWriter):
 
     def _begun(self, draft: Header, folder: Path) -> _Commit:
         """Return what processes must know. A checkpoint is conditioned on the last one that this object committed."""
-        if self._last is None or not self._can_be_parent(self._last, draft.step):
-            return _Commit(draft, folder, committed=self._committed)
-        parent = self._run.file(self._last.step)
+        last = self._committed
+        if last is None:
+            return _Commit(draft, folder)
+        parent = Parent(last.step, last.identity)
+        if not can_be_parent(self._run, parent, draft.step, self._retention, ()):
+            return _Commit(draft, folder, committed=last.parts)
+        header = self._run.file(last.step).header
         return _Commit(
-            replace(draft, parent=self._last),
+            replace(draft, parent=parent),
             folder,
-            parts=parent.header.summary.parts,
-            shapes={entry.name: entry.shape for entry in parent.header.entries},
-            committed=self._committed,
+            parts=header.summary.parts,
+            shapes={entry.name: entry.shape for entry in header.entries},
+            committed=last.parts,
         )
-
-    def _can_be_parent(self, parent: Parent, step: int) -> bool:
-        return can_be_parent(self._run, parent, step, self._retention, ())
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes:
@@ -208,45 +209,34 @@ class StorageWriter(_StorageWriter):
         return done
 
     def _write_part(self, items: Sequence[WriteItem], planner: SavePlanner, commit: _Commit) -> list[WriteResult]:
-        # Only boxes of the parent: a save in between may have failed on another process.
-        base = self._base if self._base is not None and self._address in commit.parts else None
+        base, before = self._last.base_for(commit), self._last.memories_for(commit)
         boxes: dict[tuple[str, Box], StoredTensor] = {}
         own: list[tuple[Entry, Box]] = []
         ordered: list[WriteItem] = []
-        if self._address in commit.committed:
-            self._memories = self._next_memories
-        memories = self._next_memories = {}
+        resized: set[str] = set()  # boxes of tensors that the parent has in another shape, or not at all
+        memories: dict[int, Memory] = {}
         for number, group in enumerate(_one_box_of_each(items)):
             # The planner may make a tensor only now, so each is looked up once, and kept until all are quantized.
             tensors = {item.index.fqn: _tensor(item, planner) for item in group}
-            found = self._compressor.compress(dcp_source(tensors), self._memories.get(number, Memory()), 1.0, {})
+            found = self._compressor.compress(dcp_source(tensors), before.get(number, Memory()), 1.0, {})
             memories[number] = found.memory
             for item in group:
                 name, box = item.index.fqn, _box_of(item)
                 stored = boxes[name, box] = found.assembled.tensors[name]
-                if base is not None and commit.shapes.get(name) != _shape_of(item):
-                    base = _without(base, box_name(name, box))
+                if commit.shapes.get(name) != _shape_of(item):
+                    resized.add(box_name(name, box))
                 own.append((planned(name, found.labels[name], dtype_name(stored.dtype), stored.shape, 0), box))
                 ordered.append(item)
+        if base is not None:
+            base = replace(base, tensors={name: box for name, box in base.tensors.items() if name not in resized})
         draft = commit.draft if base is not None else replace(commit.draft, parent=None)
-        written, self._base = write_part(commit.folder, own, boxes, draft, base)
-        self._address = written.file.address
-        return [
-            WriteResult(
-                item.index,
-                int(written.sizes[i]),
-                _WrittenBox(
-                    commit.part,
-                    written.file,
-                    tensor.label,
-                    written.hashes[i].tobytes(),
-                    int(written.sizes[i]),
-                    bool(written.needs_parent[i]),
-                    depends_on(boxes[tensor.name, box]),
-                ),
-            )
-            for i, (item, (tensor, box)) in enumerate(zip(ordered, own, strict=True))
+        part, base = write_part(commit.folder, own, boxes, draft, base)
+        self._last = _Last(part.file.address, base, memories, before)
+        told = [
+            WrittenBox(commit.part, part, at, tensor.label, depends_on(boxes[tensor.name, box]))
+            for at, (tensor, box) in enumerate(own)
         ]
+        return [WriteResult(item.index, box.size, box) for item, box in zip(ordered, told, strict=True)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the manifest, which completes the commit, and delete what is not kept."""
@@ -254,13 +244,12 @@ class StorageWriter(_StorageWriter):
         assert commit is not None
         try:
             found = {result.index: result.storage_data for part in results for result in part}
-            boxes = {index: stored for index, stored in found.items() if isinstance(stored, _WrittenBox)}
-            plain = {index.fqn: stored.value for index, stored in found.items() if isinstance(stored, _Plain)}
-            plan, written = _plan_of(metadata, boxes)
-            checkpoint = Checkpoint(commit.draft.step, _tree_of(metadata, plain), {}, {}, {"format": "dcp"})
+            boxes = {index: stored for index, stored in found.items() if isinstance(stored, WrittenBox)}
+            plain = {index.fqn: stored.value for index, stored in found.items() if isinstance(stored, Plain)}
+            plan, written = plan_and_parts(metadata, boxes)
+            checkpoint = Checkpoint(commit.draft.step, tree_of(metadata, plain), {}, {}, {"format": "dcp"})
             file, _ = self._run.publish(commit.draft, checkpoint, plan=plan, parts=written)
-            self._last = Parent(file.header.step, file.header.identity)
-            self._committed = file.header.summary.parts
+            self._committed = file.header.summary
             self._warn(prune(self._run, self._retention))
         finally:
             self.close()
@@ -275,19 +264,7 @@ class StorageWriter(_StorageWriter):
         return StorageMeta(checkpoint_id=self._id)
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """A value that is not a tensor."""
-
-    value: Any
-
-
-def _without(base: Base, name: str) -> Base:
-    """Return a base without one box."""
-    return replace(base, tensors={other: tensor for other, tensor in base.tensors.items() if other != name})
-
-
-def _plain_value(item: WriteItem, planner: SavePlanner) -> _Plain:
+def _plain_value(item: WriteItem, planner: SavePlanner) -> Plain:
     """Return a value that is not a tensor. Raises StateError if a checkpoint cannot hold it without pickle."""
     data = planner.resolve_data(item)
     assert isinstance(data, io.BytesIO)
@@ -299,7 +276,7 @@ def _plain_value(item: WriteItem, planner: SavePlanner) -> _Plain:
             f"out, or give its state_dict() ({error})"
         ) from error
     flatten({item.index.fqn: value})  # raises StateError, with the path
-    return _Plain(value)
+    return Plain(value)
 
 
 def _is_tensor(item: WriteItem) -> bool:
@@ -349,52 +326,3 @@ def _one_box_of_each(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
             groups.append([])
         groups[number].append(item)
     return groups
-
-
-def _plan_of(metadata: Metadata, boxes: Mapping[MetadataIndex, _WrittenBox]) -> tuple[Plan, list[WrittenPart]]:
-    """Return the plan by which the parts were written, and what they hold, in its order."""
-    layouts: dict[Layout, int] = {}
-    tensors = []
-    stored_at: dict[tuple[str, Box], _WrittenBox] = {}
-    files: dict[int, PartFile] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        places = []
-        for chunk in entry.chunks:
-            stored = boxes[MetadataIndex(name, chunk.offsets)]
-            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            places.append(Place(stored.part, box))
-            stored_at[name, box], files[stored.part] = stored, stored.file
-        layout = layouts.setdefault(tuple(places), len(layouts))
-        of_boxes = [stored_at[name, place.box] for place in places]
-        # An empty box, or one that is stored exactly, says nothing about the others.
-        second = max((stored.second for stored in of_boxes), default="")
-        label = max(of_boxes, key=lambda stored: stored.size).label
-        tensors.append(planned(name, label, dtype_name(entry.properties.dtype), entry.size, layout, second))
-    plan = Plan(tuple(tensors), tuple(layouts), len(files))
-    written = []
-    for number in range(plan.parts):
-        found = [stored_at[tensor.name, box] for tensor, box in plan.boxes_of(number)]
-        written.append(
-            WrittenPart(
-                files[number],
-                np.frombuffer(b"".join(box.hash for box in found), dtype=np.uint8).reshape(-1, 32),
-                np.array([box.size for box in found], dtype=np.int64),
-                np.array([box.needs_parent for box in found], dtype=bool),
-            )
-        )
-    return plan, written
-
-
-def _tree_of(metadata: Metadata, plain: Mapping[str, Any]) -> Any:
-    """Return the tree of a state, from the names that DCP has given to its entries."""
-    flat: dict[str, Any] = {
-        name: plain[name] if isinstance(entry, BytesStorageMetadata) else torch.empty(0)
-        for name, entry in metadata.state_dict_metadata.items()
-    }
-    tree, tensors = flatten(nested(flat, metadata.planner_data or {}))
-    if tensors.keys() != {name for name in flat if name not in plain}:
-        other = min(tensors.keys() ^ {name for name in flat if name not in plain})
-        raise StateError(f"{other}: a value that is not a tensor must not hold tensors")
-    return tree

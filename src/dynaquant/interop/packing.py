@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from dynaquant.search.evaluation import on_batches
 from dynaquant.search.judge import MetricJudge
 from dynaquant.search.metric import UserMetric
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.container import Header
+from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import check_output, removing_empty_folders
+from dynaquant.store.lossless_copies import EXACT_WEIGHTS
 from dynaquant.store.run import Run, chain_lengths
 from dynaquant.store.single_file import write_file
 from dynaquant.store.writing import Base, Checkpoint
@@ -46,12 +47,20 @@ Metric = Callable[[Any], float]
 """Scores a state, which it gets as ``dynaquant.load`` returns it; for a file of weights, the state dict."""
 
 
+@dataclass(frozen=True)
+class Packed:
+    """The checkpoint of a state, and how it was decided."""
+
+    checkpoint: Checkpoint
+    compressed: Compressed
+
+
 class Packer:
-    """Makes checkpoints of one state, or of a series of states.
+    """Makes checkpoints of states.
 
     quality: as for a ``Checkpointer``. metric: scores the state as it would be restored. The search uses it to choose
     the configuration; without a metric, it uses the distortion of the weights. tell: called with texts that report
-    progress. memory: of the training that goes on from the checkpoints; by default none does.
+    progress.
 
     F of a tensor comes from the optimizer's second moments if the state has them, else from the metric
     (``search/sensitivity.py``), else from the tensor's size.
@@ -65,39 +74,33 @@ class Packer:
         metric: Metric | None = None,
         higher_is_better: bool = False,
         tell: Tell = lambda _text: None,
-        memory: Memory | None = None,
     ) -> None:
         self._quality = quality_of(quality)
         if PRESETS[self._quality.preset] is None and metric is not None:
             raise ValueError("a lossless checkpoint needs no metric")
         self._metric, self._higher_is_better, self._tell = metric, higher_is_better, tell
         self._sensitivities = Sensitivities()
-        self.memory = Memory() if memory is None else memory
-        """All that one checkpoint remembers for the next."""
-        self._last: Compressed | None = None
-
-    def continue_from(self, header: Header, tensors: Mapping[str, StoredTensor]) -> None:
-        """Take up a series after this checkpoint. tensors: as stored."""
-        self.memory = self.memory.following(header, tensors)
-
-    def written(self, base: Base) -> None:
-        """Take up the series after the last checkpoint, which is certain now. base: what was written."""
-        if self._last is not None:
-            self.memory, self._last = self._last.with_last_weights(base.tensors).memory, None
 
     def source(self, state: WholeState, exact_optimizers: Mapping[str, str] | None = None) -> Source:
         """Return a state as a source: see ``state_source.source_of``."""
         vectors = METHODS[self._quality.chosen_method].quantizes_vectors
         return source_of(state, vectors, exact_optimizers or {})
 
-    def checkpoint(
-        self, state: WholeState, step: int, source: Source | None = None, interval: int | None = None
-    ) -> Checkpoint:
-        """Return the checkpoint of a state. Its tensors are quantized on access, and not kept.
+    def packed(
+        self,
+        state: WholeState,
+        step: int,
+        memory: Memory | None = None,
+        source: Source | None = None,
+        interval: int | None = None,
+    ) -> Packed:
+        """Return a state as a checkpoint. Its tensors are quantized on access, and not kept.
 
-        source: of the state, with what else is known; None for ``self.source(state)``. interval: steps of training
-        since the last checkpoint, if known. Raises EvaluateError if the metric fails on the original state.
+        memory: of the checkpoint before; None if there is none. source: of the state, with what else is known; None for
+        ``self.source(state)``. interval: steps of training since the last checkpoint, if known. Raises EvaluateError if
+        the metric fails on the original state.
         """
+        memory = Memory() if memory is None else memory
         source = self.source(state) if source is None else source
         seconds: dict[str, float] = {}
         group = Group(alone=True)  # other ranks may be elsewhere: rank 0 often saves alone
@@ -107,7 +110,7 @@ class Packer:
             metric = UserMetric(subject, self._metric, self._higher_is_better, group)
             source = self._with_sensitivities(source, subject, self._metric)
         self._tell("reading and quantizing")
-        found = self._last = Compressor(self._quality, metric, group).compress(source, self.memory, 1.0, seconds)
+        found = Compressor(self._quality, metric, group).compress(source, memory, 1.0, seconds)
         count, labels = itertools.count(1), source.labels
 
         def stored(name: str) -> StoredTensor:
@@ -118,8 +121,11 @@ class Packer:
         if found.memory.budget is not None:
             record["training_budget"] = found.memory.budget.to_json()
         coder = METHODS[self._quality.chosen_method].coder
-        copy = found.assembled.lossless_copy
-        return Checkpoint(step, state.tree, LazyMapping(labels, stored), labels, record, coder, copy)
+        copy = found.assembled.lossless_copy if found.decision.configuration is not None else None
+        if copy is not None:
+            record[EXACT_WEIGHTS] = True
+        checkpoint = Checkpoint(step, state.tree, LazyMapping(labels, stored), labels, record, coder, copy)
+        return Packed(checkpoint, found)
 
     def _with_sensitivities(self, source: Source, subject: StateSubject, metric: Metric) -> Source:
         """Return a source whose F comes from the metric where nothing else is known."""
@@ -141,6 +147,32 @@ class Packer:
         return replace(source, mean_squares=mean_squares)
 
 
+@dataclass
+class Series:
+    """Checkpoints of a series of states, each conditioned on the one before.
+
+    memory: of the last checkpoint. base: the next checkpoint is conditioned on it; None: that is a keyframe.
+    """
+
+    packer: Packer
+    memory: Memory = field(default_factory=Memory)
+    base: Base | None = None
+
+    def packed(self, state: WholeState, step: int, source: Source | None = None, interval: int | None = None) -> Packed:
+        """Return a state as the next checkpoint: see ``Packer.packed``. Its tensors are quantized now, and kept.
+
+        A delta and what comes after it need all of them.
+        """
+        found = self.packer.packed(state, step, self.memory, source, interval)
+        return replace(found, checkpoint=replace(found.checkpoint, tensors=dict(found.checkpoint.tensors)))
+
+    def commit(self, run: WritableRun, packed: Packed) -> CheckpointFile:
+        """Add the next checkpoint to a run. The series goes on from it; if this fails, it stays as it was."""
+        committed, self.base = run.commit(packed.checkpoint, self.base)
+        self.memory = packed.compressed.with_last_weights(self.base.tensors).memory
+        return committed
+
+
 def compress(source: Path, out: Path, packer: Packer, skip_objects: bool = False) -> Record:
     """Compress the file or folder of a model, or of a whole training state, into one file. Writes it atomically.
 
@@ -151,7 +183,7 @@ def compress(source: Path, out: Path, packer: Packer, skip_objects: bool = False
     if out.exists() and source.exists() and out.samefile(source):
         raise CheckpointError(f"{out} is the input file; give another name for the output")
     file = any_format.read(source, skip_objects)
-    return record_of(write_file(out, packer.checkpoint(file, 0)))
+    return record_of(write_file(out, packer.packed(file, 0).checkpoint))
 
 
 def step_of(path: Path) -> int | None:
@@ -197,19 +229,15 @@ def pack(
         there = {
             known.step for known in chain_lengths(run.summaries()[0])
         }  # a checkpoint without its parents is packed again
-        base: Base | None = None
-        chain = 0
+        series, chain = Series(packer), 0
         for step, path in sorted(files.items()):
             if step in there:
                 yield None
                 continue
             file = any_format.read(path, skip_objects)
-            checkpoint = packer.checkpoint(replace(file, details={**file.details, "name": path.name}), step)
+            state = replace(file, details={**file.details, "name": path.name})
             if chain == KEYFRAME_EVERY:
-                base, chain = None, 0
-            # The next delta needs all stored forms, so they are made once and kept.
-            checkpoint = replace(checkpoint, tensors=dict(checkpoint.tensors))
-            written, base = run.commit(checkpoint, base)
-            packer.written(base)
+                series.base, chain = None, 0
+            written = series.commit(run, series.packed(state, step))
             chain += 1
             yield record_of(written)

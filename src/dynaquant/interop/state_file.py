@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Unpack
 
 from dynaquant import _native
 from dynaquant.errors import CheckpointError
-from dynaquant.interop.packing import Metric, Packer
+from dynaquant.interop.packing import Metric, Packer, Series
 from dynaquant.interop.whole_state import WholeState
 from dynaquant.options import Deprecated, Quality, QualityName, options_of
 from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheckpoint
@@ -72,18 +71,16 @@ def save(
         check_output(out)
     else:
         _check_writable(path)
-    packer = Packer(chosen.quality, metric, higher_is_better)
+    series = Series(Packer(chosen.quality, metric, higher_is_better))
     before = None if parent is None else _opened_parent(parent, out)
-    base = None
     if before is not None:
-        base = Base.from_loaded(before.file.header, before.with_retries(before.stored))
-        packer.continue_from(before.file.header, base.tensors)
-    checkpoint = packer.checkpoint(WholeState("torch", *flatten_whole(state), {}), 0)
-    checkpoint = replace(checkpoint, tensors=dict(checkpoint.tensors))  # quantizes each once; else to verify it, too
+        series.base = Base.from_loaded(before.file.header, before.with_retries(before.stored))
+        series.memory = series.memory.following(before.file.header, series.base.tensors)
+    checkpoint = series.packed(WholeState("torch", *flatten_whole(state), {}), 0).checkpoint
     parent_file, threads = None if before is None else before.file, _native.threads()
     if out is not None:
-        return record_of(write_file(out, checkpoint, parent_file, base, threads))
-    written = write_in_memory(checkpoint, parent_file, base, threads)
+        return record_of(write_file(out, checkpoint, parent_file, series.base, threads))
+    written = write_in_memory(checkpoint, parent_file, series.base, threads)
     _write(path, written.read_all())  # type: ignore[arg-type]
     return record_of(written)
 

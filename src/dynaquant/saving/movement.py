@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,11 @@ APPROACH = 0.8
 
 @dataclass(frozen=True)
 class _SampledParameter:
-    """A sampled parameter: where it is in its module, its shape, and where its sample is among all values."""
+    """A sampled parameter: where it is in its module, and its shape."""
 
     module: nn.Module
     key: str
     shape: torch.Size
-    at: slice
 
     def present(self) -> Tensor | None:
         """Return the parameter that is there now; None if there is none of this shape."""
@@ -49,18 +48,17 @@ class _SampledParameter:
 
 @dataclass(frozen=True)
 class _SampledWeights:
-    """A sample of the weights: parameters, values, and what the square of each value counts."""
+    """A sample of the weights, by name: parameters, values, and what the square of a value of each counts."""
 
-    parameters: list[_SampledParameter]
-    values: NDArray[np.float64]
-    factors: NDArray[np.float64]
+    parameters: Mapping[str, _SampledParameter]
+    values: Mapping[str, NDArray[np.float64]]
+    factors: Mapping[str, float]
 
     @property
-    def present(self) -> NDArray[np.float64]:
-        """The values of the same places now. NaN for parameters that are gone or have another shape."""
-        present = ((each.present(), each.at) for each in self.parameters)
-        views = [(_sample(p, at.stop - at.start), at) for p, at in present if p is not None]
-        return _values(views, self.values)
+    def present(self) -> dict[str, NDArray[np.float64]]:
+        """The values of the same places now, without parameters that are gone or have another shape."""
+        present = {name: each.present() for name, each in self.parameters.items()}
+        return _values({name: _sample(p, len(self.values[name])) for name, p in present.items() if p is not None})
 
 
 class Movement:
@@ -119,7 +117,9 @@ class Movement:
         """
         assert self._reference is not None
         reshard(models_of(self._objects))
-        before, now, factors = self._reference.values, self._reference.present, self._reference.factors
+        present = self._reference.present
+        before, now = _in_one([self._reference.values[name] for name in present]), _in_one(present.values())
+        factors = _in_one(np.full(len(values), self._reference.factors[name]) for name, values in present.items())
         if not (finite := np.isfinite(before) & np.isfinite(now)).all():
             before, now, factors = before[finite], now[finite], factors[finite]
         sums = np.array([float(factors @ np.square(values)) for values in (now - before, now)] + [len(now)])
@@ -134,18 +134,15 @@ class Movement:
         parameters = self._parameters()
         weights = {name: local_of(parameter) for name, (_, _, parameter) in parameters.items()}
         whole = max(sum(weight.numel() for weight in weights.values()), 1)
-        views = {name: _sample(p, min(max(SAMPLE * p.numel() // whole, FEWEST), MOST)) for name, p in weights.items()}
-        ends = np.cumsum([len(view) for view in views.values()], dtype=np.int64)
-        slices = {name: slice(end - len(view), end) for (name, view), end in zip(views.items(), ends, strict=True)}
-        values = _values([(views[name], slices[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
+        values = _values(
+            {name: _sample(p, min(max(SAMPLE * p.numel() // whole, FEWEST), MOST)) for name, p in weights.items()}
+        )
         sizes = {name: max(p.numel(), 1) for name, p in weights.items()}  # a rank may hold nothing of a tensor
-        squares = {name: sizes[name] * _mean_square(values[slices[name]]) for name in weights}
+        squares = {name: sizes[name] * _mean_square(values[name]) for name in weights}
         effective = effective_mean_squares(sizes, squares, mean_squares)
-        counted = [effective[name] * sizes[name] / max(len(views[name]), 1) for name in weights]
-        sampled = [
-            _SampledParameter(module, key, p.shape, slices[name]) for name, (module, key, p) in parameters.items()
-        ]
-        return _SampledWeights(sampled, values, np.repeat(counted, [len(view) for view in views.values()]))
+        factors = {name: effective[name] * sizes[name] / max(len(values[name]), 1) for name in weights}
+        sampled = {name: _SampledParameter(module, key, p.shape) for name, (module, key, p) in parameters.items()}
+        return _SampledWeights(sampled, values, factors)
 
     def _parameters(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
         """Return the weights that train by name in the state, each after the module and key of its first place."""
@@ -161,31 +158,26 @@ class Movement:
 
 def sampled_values(parameters: Mapping[str, Tensor], size: int) -> dict[str, NDArray[np.float64]]:
     """Return up to ``size`` evenly spaced values of each parameter that is strided and not empty."""
-    views = {name: _sample(p, size) for name, p in parameters.items() if is_strided(p) and p.numel()}
-    lengths = [len(view) for view in views.values()]
-    ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    values = _values([*zip(views.values(), slices, strict=True)], np.empty(sum(lengths)))
-    return {name: values[at] for name, at in zip(views, slices, strict=True)}
+    return _values({name: _sample(p, size) for name, p in parameters.items() if is_strided(p) and p.numel()})
 
 
-def _values(samples: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return samples, each at its place in an array as long as ``like``, with NaN at all other places.
+def _values(samples: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
+    """Return the values of samples. Copies all of one device and dtype to the host at once."""
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, view in samples.items():
+        groups.setdefault((view.device, view.dtype), []).append(name)
+    found: dict[str, NDArray[np.float64]] = {}
+    for names in groups.values():
+        together, begin = torch.cat([samples[name] for name in names]).cpu().to(torch.float64).numpy(), 0
+        for name in names:
+            end = begin + len(samples[name])
+            found[name], begin = together[begin:end], end
+    return {name: found[name] for name in samples}
 
-    Copies all samples of one device and dtype to the host at once.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, slice]]] = {}
-    for view, at in samples:
-        groups.setdefault((view.device, view.dtype), []).append((view, at))
-    found = np.full(like.shape, math.nan)
-    for group in groups.values():
-        together, begin = torch.cat([view for view, _ in group]).cpu().to(torch.float64).numpy(), 0
-        if len(together) == len(found):
-            return together
-        for view, at in group:
-            found[at] = together[begin : begin + len(view)]
-            begin += len(view)
-    return found
+
+def _in_one(arrays: Iterable[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return arrays, maybe none, as one."""
+    return np.concatenate([np.empty(0), *arrays])
 
 
 def _sample(parameter: Tensor, size: int) -> Tensor:

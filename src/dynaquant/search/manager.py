@@ -82,7 +82,7 @@ class ConfigurationManager:
                     search.warn("evaluate communicates between ranks, but did not at first: all are scored again")
                     return search.by_metric(self._metric, decided, memory)
         if self._fixed is not None:
-            return Decision("fixed", self._fixed, prepared.quantize(self._fixed), memory=memory)
+            return Decision("fixed", self._fixed, prepared.quantizer.quantize(self._fixed), memory=memory)
         return search.by_estimate(memory)
 
 
@@ -128,7 +128,7 @@ class _Search:
         limits, estimate = self.limits.of_estimate, self.prepared.estimate
         # Where the estimate is trusted less, the weights often are exact. That is said once, not at every save.
         search = replace(self, limits=limits, quiet=self.limits.trust < 1)
-        at_once = 1 if self.prepared.shards.divided else self.group.size
+        at_once = 1 if self.prepared.quantizer.shards.divided else self.group.size
         trials = search._trials(estimate, limits.allowed, at_once, memory)
         found = search._found(trials, memory)
         return search._decided(found, trials, estimate, limits.allowed, 0.0, notes, memory)
@@ -145,7 +145,7 @@ class _Search:
         known = memory.reference
         worsened = known is not None and has_worsened(known, score, metric.higher_is_better)
         suspicious = is_suspicious(degradations, trials.limit, memory.sight)
-        if not self.prepared.weights or not (suspicious or self.group.from_rank_0(worsened)):
+        if not self.prepared.quantizer.weights or not (suspicious or self.group.from_rank_0(worsened)):
             return "sees", None, score if known is None else known
         zeros = trials.score_zeros()
         sight = sight_of(zeros)
@@ -163,14 +163,15 @@ class _Search:
             self.warn(note)
             return Decision("lossless", None, limit=self.limits.allowed, notes=[note], memory=memory)
         note = f"{problem}: the degradation of this checkpoint is unknown"
-        return Decision("fixed", self.fixed, self.prepared.quantize(self.fixed), notes=[note], memory=memory)
+        return Decision("fixed", self.fixed, self.prepared.quantizer.quantize(self.fixed), notes=[note], memory=memory)
 
     def _trials(self, judge: Judge | PairedJudge, limit: float, per_round: int, memory: SearchMemory) -> Trials:
         """Return the trials of one save. per_round: how many configurations are scored in one round."""
-        since_restore = Displacement(self.prepared.weights, memory.restored, self.prepared.shards)
+        quantizer = self.prepared.quantizer
+        since_restore = Displacement(quantizer.weights, memory.restored, quantizer.shards)
         if self.fixed is not None:  # measured on all batches, whatever it is
             limit = math.inf
-        return Trials(self.prepared, judge, since_restore, limit, self.group, per_round)
+        return Trials(quantizer, judge, since_restore, limit, self.group, per_round)
 
     def _decided(
         self,
@@ -228,7 +229,7 @@ class _Search:
 
     def _found(self, trials: Trials, memory: SearchMemory) -> Found:
         """Search by the method. If no weight has changed, there is nothing to choose: the last configuration counts."""
-        if self.prepared.weights:
+        if self.prepared.quantizer.weights:
             return self.prepared.find(trials, memory)
         search, last = self.prepared.last(memory, trials.limit)
         return Found(search, last, last) if trials.is_good_enough(last) else NOTHING_GOOD_ENOUGH

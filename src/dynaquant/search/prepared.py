@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Protocol
 
 from dynaquant.engine.quantize.knobs import Knobs
-from dynaquant.engine.shards import Shards
 from dynaquant.search.decision import Found, Search
 from dynaquant.search.judge import DistortionJudge
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.trials import Quantizer, Trials
 
 
-class PreparedWeights(Quantizer, Protocol):
+class PreparedWeights(Protocol):
     """The weights of one checkpoint, and how their method searches for a configuration."""
 
     @property
-    def shards(self) -> Shards:
-        """Which part of each weight this rank holds."""
+    def quantizer(self) -> Quantizer:
+        """The weights, ready for every configuration."""
 
     @property
     def estimate(self) -> DistortionJudge:

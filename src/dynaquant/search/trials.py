@@ -12,6 +12,7 @@ from torch import Tensor
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.candidate import CandidateWeights, all_zero, with_levels
 from dynaquant.engine.quantize.knobs import Knobs
+from dynaquant.engine.shards import Shards
 from dynaquant.ranks.group import Group
 from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.displacement import Displacement, keeps_enough
@@ -28,6 +29,10 @@ class Quantizer(Protocol):
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """The weights by name."""
+
+    @property
+    def shards(self) -> Shards:
+        """Which part of each weight this rank holds."""
 
     def candidate(self, configuration: Any) -> CandidateWeights:
         """Return the weights as ``quantize`` would store them, to be scored. A pure function."""

@@ -9,6 +9,7 @@
 The files, in reading order:
 
 - ``training.py``: a callback that knows the training: its random numbers, what trains, its validation
+- ``progress.py``: how far the training is when it saves, and what it remembers of the saves before
 - ``paths.py``: the paths that Lightning names, and the checkpoints of the run that they stand for
 - ``checkpoint_io.py``: saves, loads and removes checkpoints
 """

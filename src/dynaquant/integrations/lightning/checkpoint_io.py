@@ -29,9 +29,10 @@ from dynaquant.integrations.lightning.paths import (
     paths_beside,
     pointer_at,
 )
-from dynaquant.integrations.lightning.training import Steps, Training
+from dynaquant.integrations.lightning.progress import Last, Progress, progress_at
+from dynaquant.integrations.lightning.training import Training
 from dynaquant.integrations.versions import check_version
-from dynaquant.interop.packing import Metric, Packer
+from dynaquant.interop.packing import Metric, Packer, Series
 from dynaquant.interop.whole_state import WholeState
 from dynaquant.options import Quality, QualityName, options_of
 from dynaquant.restore.dropped_moments import names_of_dropped
@@ -42,7 +43,6 @@ from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.record import record_of
 from dynaquant.saving.source import Source
 from dynaquant.saving.timing import timed
-from dynaquant.saving.training_budget import TrainingPosition, has_schedule, mean_learning_rate
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
 from dynaquant.state.subclasses import is_wrapper
@@ -50,10 +50,8 @@ from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import make_folder
-from dynaquant.store.lossless_copies import EXACT_WEIGHTS
 from dynaquant.store.pointers import FIRST_BYTES, RUN_FOLDER, write_pointer
 from dynaquant.store.tags import set_tag
-from dynaquant.store.writing import Checkpoint
 
 log = logging.getLogger("dynaquant")
 _IN_TRAINING = "current_model_state"
@@ -115,10 +113,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         self._quality = options_of("CheckpointIO", deprecated, quality, takes=takes, also=also).quality
         self._preset, self._higher_is_better = PRESETS[self._quality.preset], higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
-        self._memory = Memory.at_start(self._quality)
-        self._steps = Steps()
-        self._packer(self._function(), self._memory)  # raises for bad arguments
-        self._written = ""  # identity of the last checkpoint
+        self._packer(self._function())  # raises for bad arguments
+        self._last = Last(Memory.at_start(self._quality))
         self._loaded: StoredCheckpoint | None = None  # what the training goes on from, until the next save
         self._torch = plugins.TorchCheckpointIO()
         self._runs: dict[Path, WritableRun] = {}
@@ -223,26 +219,24 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             replaced = None
         tree, tensors = self._flat(checkpoint)
         base = base_for(run, place, replaced)
-        memory, steps, position, is_restored = self._at(checkpoint)
+        last = self._last
+        now = Progress(last.memory, last.steps)
+        if self._preset is not None:
+            now = progress_at(checkpoint, last, self._loaded, self._training)
         weights, averages = self._weights_and_averages(tree)
-        packer = self._packer(_of_weights_in_training(metric) if metric is not None and averages else metric, memory)
-        if base is not None and not is_restored and base.parent.identity != self._written:
-            packer.continue_from(run.file(base.parent.step).header, base.tensors)
-        details = {"name": place.name}
-        state = WholeState("torch", tree, tensors, details, weights, averages)
+        packer = self._packer(_of_weights_in_training(metric) if metric is not None and averages else metric)
+        series = Series(packer, now.memory, base)
+        if base is not None and not now.is_restored and base.parent.identity != last.identity:
+            series.memory = now.memory.following(run.file(base.parent.step).header, base.tensors)
+        state = WholeState("torch", tree, tensors, {"name": place.name}, weights, averages)
         tag = _tag_of_best(checkpoint, place)
-        source = self._source(packer, state, steps.between, position, tag is not None and self._exact is not None)
-        packed = packer.checkpoint(state, free_step(run, checkpoint), source, steps.between)
-        if packed.lossless_copy is not None:
-            exact = packed.record["configuration"] is None  # the checkpoint itself has the weights exactly
-            packed = replace(packed, lossless_copy=None) if exact else _with_exact_weights(packed)
-        packed = replace(packed, tensors=dict(packed.tensors))  # made once, as the next delta needs all of them
+        source = self._source(packer, state, now, tag is not None and self._exact is not None)
+        packed = series.packed(state, free_step(run, checkpoint), source, now.steps.between)
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
-            committed, written = run.commit(packed, base)
+            committed = series.commit(run, packed)
         # From here on the checkpoint is in the run, so the next save goes on from it, also if what follows fails.
-        packer.written(written)
-        self._memory, self._steps, self._written, self._loaded = packer.memory, steps, committed.header.identity, None
+        self._last, self._loaded = Last(series.memory, now.steps, committed.header.identity), None
         if tag is not None:
             set_tag(run, tag, committed, force=True)
         write_pointer(place, committed)
@@ -250,44 +244,18 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if replaced is not None:
             delete_unnamed(run, replaced.step)
 
-    def _at(self, checkpoint: Mapping[str, Any]) -> tuple[Memory, Steps, TrainingPosition | None, bool]:
-        """Return what the training remembers, how far it is, and whether it has just been restored."""
-        memory, steps, position, is_restored = self._memory, self._steps, None, False
-        if self._preset is None:
-            return memory, steps, position, is_restored
-        groups = [group for each in checkpoint.get("optimizer_states") or () for group in each.get("param_groups", ())]
-        rate = mean_learning_rate(groups, [len(group["params"]) for group in groups])
-        if self._loaded is not None:
-            header = self._loaded.file.header
-            restored = steps.restored(header)
-            try:
-                memory = memory.restored(header, self._loaded.stored(), False, rate, restored.last)
-                steps, is_restored = restored, True
-            except CheckpointError as error:  # the training itself is not affected
-                log.warning("what it has changed since step %d is not protected: %s", header.step, error)
-        if groups:  # no training goes on from a checkpoint without optimizers (``save_weights_only=True``)
-            step = checkpoint.get("global_step", 0)
-            scaled = self._training is not None and self._training.scaled_by_rate
-            steps, position = steps.at(step), TrainingPosition(step, rate, has_schedule(groups), scaled)
-        return memory, steps, position, is_restored
-
-    def _source(
-        self,
-        packer: Packer,
-        state: WholeState,
-        interval: int | None,
-        position: TrainingPosition | None,
-        exact_weights: bool,
-    ) -> Source:
-        """Return a checkpoint of Lightning as a source. interval: steps between two saves, if known."""
+    def _source(self, packer: Packer, state: WholeState, now: Progress, exact_weights: bool) -> Source:
+        """Return a checkpoint of Lightning as a source. exact_weights: whether a copy has the weights exactly."""
         if self._training is None or self._preset is None:
             source = packer.source(state)
         else:
             source = packer.source(state, self._training.exact_optimizers())
-            source = replace(source, first_tolerances=self._training.first_tolerances(self._preset, interval))
+            tolerances = self._training.first_tolerances(self._preset, now.steps.between)
+            source = replace(source, first_tolerances=tolerances)
         exact: set[str] = set()
         if exact_weights:
             exact = {name for name, label in source.labels.items() if label.role in ("weight", "average")}
+        position = now.position
         return replace(source, position=None if position is None else lambda: position, copied_exactly=exact)
 
     def _function(self) -> Metric | None:
@@ -314,8 +282,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             return None
         return self._function()
 
-    def _packer(self, metric: Metric | None, memory: Memory) -> Packer:
-        return Packer(self._quality, metric, self._higher_is_better, memory=memory)
+    def _packer(self, metric: Metric | None) -> Packer:
+        return Packer(self._quality, metric, self._higher_is_better)
 
     def _flat(self, checkpoint: dict[str, Any]) -> tuple[Any, Mapping[str, Tensor]]:
         """Return ``flatten_whole`` of a checkpoint, or of the part of it that can be stored."""
@@ -387,8 +355,3 @@ def _tag_of_best(checkpoint: Mapping[str, Any], place: Path) -> str | None:
 def _of_weights_in_training(metric: Metric) -> Metric:
     """Return a metric that sees the weights in training where checkpoints have their average."""
     return lambda checkpoint: metric({**checkpoint, "state_dict": checkpoint[_IN_TRAINING]})
-
-
-def _with_exact_weights(packed: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose record says that its copy has the weights, and averages of them, exactly."""
-    return replace(packed, record={**packed.record, EXACT_WEIGHTS: True})

@@ -9,7 +9,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,6 @@ from dynaquant.integrations.versions import check_version
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.training_budget import scaled_by_rate
-from dynaquant.state.tree import dict_items
-from dynaquant.store.container import Header
 from dynaquant.training import rng
 from dynaquant.training.first_moments import MomentWindow, corrected_keys, windows_in
 from dynaquant.training.moment_correction import MomentCorrections
@@ -36,26 +33,6 @@ from dynaquant.training.moment_uses import exact_optimizers
 log = logging.getLogger("dynaquant")
 _MOMENT = re.compile(r"optimizer_states\.(\d+)\.state\.(\d+)\.(\w+)")
 """The name of a moment in a checkpoint of Lightning: the numbers of its optimizer and its parameter, and its key."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Steps of training. last: at the last save or restore; None before any. between: two saves, if known."""
-
-    last: int | None = None
-    between: int | None = None
-
-    def at(self, step: int) -> Steps:
-        """Return the steps at a save."""
-        return Steps(step, step - self.last if self.last is not None and step > self.last else self.between)
-
-    @classmethod
-    def restored(cls, header: Header) -> Steps:
-        """Return the steps after a restore. The number of a checkpoint may be another than that of its step."""
-        step, interval = dict(dict_items(header.tree)).get("global_step"), header.record.get("interval")
-        return cls(
-            step if isinstance(step, int) else 0, interval if isinstance(interval, int) and interval > 0 else None
-        )
 
 
 class Training(Callback):  # type: ignore[misc]

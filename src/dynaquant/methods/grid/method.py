@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
-from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.scheme import Coder
-from dynaquant.engine.quantize.candidate import CandidateWeights
 from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs
-from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.codebook import Grid
 from dynaquant.methods.grid.search import history_after, search_grid
 from dynaquant.methods.method import WeightsToPrepare
@@ -74,41 +71,20 @@ class GridMethod:
 class PreparedForGrid:
     """The weights of a checkpoint, ready for every scale. measured: whether any mean squared gradient is known."""
 
-    grid: GridWeights
+    quantizer: GridWeights
     measured: bool
     last_resort: ClassVar[Search] = "scale"
 
     @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights by name."""
-        return self.grid.weights
-
-    @property
-    def shards(self) -> Shards:
-        """Which part of each weight this rank holds."""
-        return self.grid.shards
-
-    @property
     def estimate(self) -> DistortionJudge:
         """The judge that stands in for a metric."""
-        weighted = self.measured and bool(self.grid.mean_squares)
-        judged_by: JudgedBy = "fisher distortion" if weighted else "distortion"
-        return DistortionJudge(self.weights, self.grid.mean_squares, judged_by, self.shards)
-
-    def candidate(self, configuration: GridConfiguration) -> CandidateWeights:
-        """Return the weights as ``quantize`` would store them, to be scored."""
-        return self.grid.candidate(configuration)
-
-    def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
-        """Return the quantized weights by name."""
-        return self.grid.quantize(configuration)
-
-    def predict(self, configuration: GridConfiguration) -> None:
-        """Return no size: the search needs none, because a larger scale always takes fewer bytes."""
+        grid = self.quantizer
+        judged_by: JudgedBy = "fisher distortion" if self.measured and grid.mean_squares else "distortion"
+        return DistortionJudge(grid.weights, grid.mean_squares, judged_by, grid.shards)
 
     def find(self, trials: Trials, memory: SearchMemory) -> Found:
         """Return the coarsest grid that is good enough. Collective."""
-        return search_grid(self.grid, trials, memory.history.scale, memory.gave_up)
+        return search_grid(self.quantizer, trials, memory.history.scale, memory.gave_up)
 
     def last(self, memory: SearchMemory, limit: float) -> tuple[Search, Knobs]:  # noqa: ARG002
         """Return the last scale."""

@@ -51,35 +51,25 @@ class PublishedMethod:
             )
         # Rank 0 alone writes checkpoints and learns their sizes.
         size_factor = group.from_rank_0(weights.size_factor)
-        return PreparedForClusters(found, SizeModel(found), size_factor, weights.mean_squares), notes
+        return PreparedForClusters(Clusters(found, SizeModel(found), size_factor), weights.mean_squares), notes
 
 
 @dataclass(frozen=True)
-class PreparedForClusters:
+class Clusters:
     """The weights of a checkpoint, ready for every configuration, and their predicted sizes.
 
-    size_factor: size of earlier deltas, relative to their predicted size. mean_squares: mean squared gradients, as far
-    as known.
+    size_factor: size of earlier deltas, relative to their predicted size.
     """
 
-    clusters: KMeansWeights
+    kmeans: KMeansWeights
     sizes: SizeModel
     size_factor: float
-    mean_squares: Mapping[str, float]
-    last_resort: ClassVar[Search] = "more bins"
     shards: ClassVar[Shards] = WHOLE
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """The weights by name."""
-        return self.clusters.weights
-
-    @property
-    def estimate(self) -> DistortionJudge:
-        """The judge that stands in for a metric."""
-        complete = self.mean_squares.keys() >= self.weights.keys()
-        weighting = self.mean_squares if complete else {}
-        return DistortionJudge(self.weights, weighting, "fisher distortion" if weighting else "distortion")
+        return self.kmeans.weights
 
     def candidate(self, configuration: Configuration) -> CandidateWeights:
         """Return the weights as ``quantize`` would store them, to be scored."""
@@ -87,16 +77,35 @@ class PreparedForClusters:
 
     def quantize(self, configuration: Configuration) -> dict[str, QuantizedTensor]:
         """Return the quantized weights by name. A pure function."""
-        return quantize_weights(self.clusters, configuration)
+        return quantize_weights(self.kmeans, configuration)
 
     def predict(self, configuration: Configuration) -> float:
         """Return the bytes of the coded weights."""
         return self.size_factor * self.sizes.predict(configuration)
 
+
+@dataclass(frozen=True)
+class PreparedForClusters:
+    """The weights of a checkpoint, and the search for their configuration.
+
+    mean_squares: mean squared gradients, as far as known.
+    """
+
+    quantizer: Clusters
+    mean_squares: Mapping[str, float]
+    last_resort: ClassVar[Search] = "more bins"
+
+    @property
+    def estimate(self) -> DistortionJudge:
+        """The judge that stands in for a metric."""
+        weights = self.quantizer.weights
+        weighting = self.mean_squares if self.mean_squares.keys() >= weights.keys() else {}
+        return DistortionJudge(weights, weighting, "fisher distortion" if weighting else "distortion")
+
     def find(self, trials: Trials, memory: SearchMemory) -> Found:
         """Return the smallest configuration that is good enough. Collective."""
         last = memory.history.last_configuration(trials.limit)
-        return search_published(self.clusters, self.sizes, trials, last, memory.gave_up)
+        return search_published(self.quantizer.kmeans, self.quantizer.sizes, trials, last, memory.gave_up)
 
     def last(self, memory: SearchMemory, limit: float) -> tuple[Search, Knobs]:
         """Return the last configuration for the limit, or for one near it."""
