@@ -18,7 +18,6 @@
 - ``training_source.py``: the state of a live training as a source, with the next four files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect
-- ``gradient_statistics.py``: gradients recorded between two saves
 - ``gradient_energy.py``: how strong gradients are, and how far the estimate of the loss can be trusted
 - ``moment_tolerances.py``: how coarse first moments may be
 - ``compressor.py``: how each tensor of a source is stored; the stages are the next four files
