@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynaquant.engine import kernels
 from dynaquant.engine.shards import WHOLE, Shards
@@ -31,13 +30,12 @@ from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.state.roles import quantizable
-from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.epsilons import epsilons_of
 from dynaquant.training.first_moments import windows_of
 from dynaquant.training.gradients import GradientRecorder
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
-from dynaquant.training.objects import models_of
+from dynaquant.training.objects import models_of, optimizers_of, parameters_of
 from dynaquant.training.updates import Updates
 
 WINDOW = 50
@@ -66,12 +64,12 @@ class TrainingSource:
         self._objects, self._patterns, self._preset, self._method = objects, patterns, preset, method
         self._keeps_lossless_copy, self._group = keeps_lossless_copy, group
         self._model = models_of(objects)
-        self._optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
+        self._optimizers = list(optimizers_of(objects).values())
         self.updates = Updates(objects)
         """What the optimizers do between two saves."""
         self.hashes = HashCache()
         """Hashes of tensors that do not train."""
-        quantized = {n: p for n, p in self._parameters().items() if quantizable(p, method.quantizes_vectors)}
+        quantized = {n: p for n, p in parameters_of(self._model).items() if quantizable(p, method.quantizes_vectors)}
         self._recorders = [
             GradientRecorder(quantized, optimizer, WINDOW, interval, method.accumulate)
             for optimizer in (self._optimizers if records_gradients else ())
@@ -183,7 +181,7 @@ class TrainingSource:
 
         The same on all ranks. Collective.
         """
-        parameters = self._parameters()
+        parameters = parameters_of(self._model)
         division = divide(parameters, self._group)
         shards = WHOLE if division is None else division.shards
         trained = self._trained(parameters)
@@ -196,9 +194,6 @@ class TrainingSource:
             recorder.close()
         self.updates.close()
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
-
     def _recorded(self) -> dict[str, Tensor]:
         return {name: statistic for recorder in self._recorders for name, statistic in recorder.recorded.items()}
 
@@ -208,7 +203,7 @@ class TrainingSource:
         Left out are weights that are no parameters of the model.
         """
         trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
-        own = self._parameters()
+        own = parameters_of(self._model)
         return {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
 
     def _mean_squares(self, trained: Mapping[str, Tensor], shards: Shards) -> dict[str, float]:
