@@ -121,7 +121,7 @@ class TrainingSource:
         tolerances: Mapping[str, float] = {}
         if self._preset is not None:
             displaced = self._group.run_reducing(lambda: displacements.since_the_start(captured.shards))
-            windows = windows_of(self._objects, corrected)
+            windows = windows_of(self._objects, captured.parameters, corrected)
             tolerances, limits = tolerances_of(windows, self._preset, interval), self._preset.step_limits
             tolerances = bounded_by_weights(tolerances, windows, weights_of(windows), own, limits, captured.shards)
             notes += note_on_parameters_without_optimizer(self._model, frozen)
@@ -153,7 +153,7 @@ class TrainingSource:
             external=external,
             frozen=frozen.unchanged,
             first_tolerances=tolerances,
-            epsilons={} if self._preset is None else epsilons_of(self._objects),
+            epsilons={} if self._preset is None else epsilons_of(self._objects, captured.parameters),
             copied_exactly=copied,
             division=captured.division,
             notes=notes,
