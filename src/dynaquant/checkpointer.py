@@ -46,7 +46,7 @@ from dynaquant.store.retention import Retention
 from dynaquant.store.tags import set_tag
 from dynaquant.training import supported
 from dynaquant.training.moment_correction import MomentCorrections
-from dynaquant.training.objects import buffers_of_rank_0, models_of, objects_of
+from dynaquant.training.objects import buffers_of_rank_0, models_of, objects_of, optimizers_of
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")
@@ -245,8 +245,7 @@ class Checkpointer:
     def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
         check_sharded_before(self._sharded, self._objects, self._group)
-        trains = any(isinstance(thing, torch.optim.Optimizer) for thing in self._objects.values())
-        if trains and only is None and torch.is_inference_mode_enabled():
+        if optimizers_of(self._objects) and only is None and torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "restore in torch.inference_mode() would make tensors that no optimizer may change; call it outside"
             )

@@ -19,6 +19,7 @@ from dynaquant.saving.moment_tolerances import (
 )
 from dynaquant.saving.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run
+from dynaquant.training.collect import parameter_names
 from dynaquant.training.first_moments import windows_of
 
 COARSEST = 1.4
@@ -27,7 +28,7 @@ OF_SGD = 0.5
 
 
 def first_tolerances(objects, preset, interval, corrected):
-    return tolerances_of(windows_of(objects, corrected), preset, interval)
+    return tolerances_of(windows_of(objects, parameter_names(objects), corrected), preset, interval)
 
 
 def tolerance(interval, quality="balanced", beta=0.9, optimizer=torch.optim.AdamW, corrected=True):
@@ -177,7 +178,7 @@ def test_noise_in_the_momentum_of_sgd_displaces_no_weight_further_than_a_grid_ma
         optimizer = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
         objects = {"model": model, "optimizer": optimizer}
         tensors = {"model.w": weight.detach(), "optimizer.state.model.w.momentum_buffer": size * torch.randn(64, 64)}
-        windows, preset = windows_of(objects, True), PRESETS["balanced"]
+        windows, preset = windows_of(objects, parameter_names(objects), True), PRESETS["balanced"]
         tolerances, weights = tolerances_of(windows, preset, 10), weights_of(windows)
         found = bounded_by_weights(tolerances, windows, weights, tensors, preset.step_limits, WHOLE)
         return found["optimizer.state.model.w.momentum_buffer"]

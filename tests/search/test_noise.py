@@ -11,8 +11,7 @@ import torch
 from searches import gauss
 
 from dynaquant.methods.grid.scale_search import scale_search
-from dynaquant.search.noise import Noise
-from dynaquant.search.steps import looks_stepped
+from dynaquant.search.noise import Noise, looks_stepped
 
 
 class NoiseOfSaves:

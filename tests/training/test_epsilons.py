@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.training.collect import parameter_names
 from dynaquant.training.epsilons import epsilons_of
 
 
@@ -15,7 +16,10 @@ def test_every_parameter_has_the_epsilon_of_its_group_if_that_is_a_number():
         {"params": [model[2].weight], "eps": (1e-30, 1e-3)},
     ]
     objects = {"model": model, "optimizer": torch.optim.Adam(groups), "other": torch.optim.SGD(model.parameters())}
-    assert epsilons_of(objects) == {"optimizer.state.model.0.weight": 1e-8, "optimizer.state.model.1.weight": 1e-6}
+    assert epsilons_of(objects, parameter_names(objects)) == {
+        "optimizer.state.model.0.weight": 1e-8,
+        "optimizer.state.model.1.weight": 1e-6,
+    }
 
 
 def test_a_dead_unit_does_not_make_checkpoints_larger(tmp_path):

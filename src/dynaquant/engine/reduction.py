@@ -44,13 +44,7 @@ def total(*numbers: ArrayLike) -> Reduction[NDArray[np.float64]]:
 
 def alone(reduction: Reduction[T]) -> T:
     """Return the result of a computation on a tensor that one process holds as a whole."""
-    numbers = None
-    try:
-        while True:
-            numbers = next(reduction) if numbers is None else reduction.send(numbers)
-    except StopIteration as end:
-        result: T = end.value
-        return result
+    return run({"": reduction})[""]
 
 
 def run(reductions: Mapping[str, Reduction[T]], reduce: Reduce | None = None) -> dict[str, T]:

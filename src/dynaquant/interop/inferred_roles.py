@@ -16,15 +16,11 @@ from dynaquant.engine.label import Label
 from dynaquant.state.roles import optimizer_role, quantizable
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
 from dynaquant.training.epsilons import epsilon_in
+from dynaquant.training.optimizers import PARAMETER_SHAPED
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")
 """Last parts of the names of tensors that are statistics or constants, not weights."""
-OF_TORCH = frozenset(
-    {
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"),
-        *("acc_delta", "prev", "step_size", "ax", "row_var", "col_var", "variance"),
-    }
-)
+_OF_TORCH = PARAMETER_SHAPED | {"row_var", "col_var", "variance"}
 """Keys of tensors in the states of ``torch.optim``'s optimizers."""
 _EMBEDDINGS = ("embed", "wte", "wpe", "tokens", "positions")
 _NORMS = ("norm", "ln", "bn")
@@ -84,7 +80,7 @@ def _is_like_torchs(optimizer: Mapping[str, Any], tensors: Mapping[str, Tensor])
     for node in (node for _, node in dict_items(optimizer["state"])):
         state = _by_text_key(node)
         large = {key for key, inner in state.items() if any(tensors[n].numel() > 1 for n in tensor_names_in(inner))}
-        if any(key not in OF_TORCH and "master" not in key for key in large):
+        if any(key not in _OF_TORCH and "master" not in key for key in large):
             return False
         if "exp_avg" in large and not large & {"exp_avg_sq", "exp_inf"}:
             return False

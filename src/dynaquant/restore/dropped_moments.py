@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.store.container import CheckpointFile
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.first_moments import corrected_keys
+from dynaquant.training.objects import optimizers_of
 from dynaquant.training.optimizers import keys_of
 
 
@@ -28,7 +28,7 @@ def dropped_moments(
     tensors: as the checkpoint stores them, what this rank holds of them. restored: names of the tensors that models and
     optimizers got.
     """
-    optimizers = {name: thing for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
+    optimizers = optimizers_of(objects)
     names = parameter_names(objects)
     moments = [
         (name, parameter, full)

@@ -18,14 +18,12 @@
 - ``training_source.py``: the state of a live training as a source, with the next five files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect
-- ``gradient_statistics.py``: gradients recorded between two saves
 - ``gradient_energy.py``: how strong gradients are, and how far the estimate of the loss can be trusted
 - ``gradient_alignment.py``: whether gradients are strong where weights are large, as the estimate takes for granted
 - ``moment_tolerances.py``: how coarse first moments may be
-- ``compressor.py``: how each tensor of a source is stored; the stages are the next four files
+- ``compressor.py``: how each tensor of a source is stored; the stages are the next three files
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
 - ``judged_averages.py``: averages of weights by the metrics that the user gave for them
-- ``bounded_tensors.py``: tensors with a bound, averages of weights at the preset's error
 - ``assemble.py``: the stored form of every tensor
 - ``compressed.py``: a state as it is to be stored
 - ``timing.py``: seconds of each stage

@@ -28,7 +28,7 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Base
 from dynaquant.training.collect import collect
 from dynaquant.training.moment_uses import exact_optimizers
-from dynaquant.training.objects import models_of
+from dynaquant.training.objects import PARAMETERS, models_of
 
 log = logging.getLogger("dynaquant")
 
@@ -38,18 +38,20 @@ class Captured:
     """The state of a training at a save, and the hashes and external tensors of the last checkpoint.
 
     tree: of the state, without omitted tensors. tensors: the training's own, by name; what this rank holds of those
-    that are divided. small_on_host: the same, but small ones of devices are copies in host memory. last_hashes: hashes
-    of the tensors of the last checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of
-    frozen parameters. Both are empty if there is no last checkpoint. division: of the tensors among the ranks; None if
-    every rank holds all of them. exact_optimizers: names of those whose moments are stored exactly, each with the
-    reason. untrained: names of the parameters that do not train. compared: of those that ``compared_across_steps``
-    returns. differences: what differs between ranks. notes: for the record.
+    that are divided. small_on_host: the same, but small ones of devices are copies in host memory. parameters: names of
+    every optimizer's parameters, by group (``parameter_names``). last_hashes: hashes of the tensors of the last
+    checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of frozen parameters. Both
+    are empty if there is no last checkpoint. division: of the tensors among the ranks; None if every rank holds all of
+    them. exact_optimizers: names of those whose moments are stored exactly, each with the reason. untrained: names of
+    the parameters that do not train. compared: of those that ``compared_across_steps`` returns. differences: what
+    differs between ranks. notes: for the record.
     """
 
     tree: Any
     tensors: Mapping[str, Tensor]
     small_on_host: Mapping[str, Tensor]
     labels: Mapping[str, Label]
+    parameters: Mapping[str, Sequence[Sequence[str]]]
     last_hashes: Mapping[str, str]
     last_external: Mapping[str, External]
     division: Division | None = None
@@ -93,7 +95,12 @@ def capture(
     other_ranks = rng_states_of_other_ranks(objects, group)
 
     reshard(models_of(objects))
-    tree, tensors = group.run_on_all_ranks(lambda: flatten(collect(objects, other_ranks)))
+
+    def collected() -> tuple[Any, dict[str, Tensor], dict[str, list[list[str]]]]:
+        state = collect(objects, other_ranks)
+        return *flatten(state), state[PARAMETERS]
+
+    tree, tensors, parameters = group.run_on_all_ranks(collected)
     division = divide(tensors, group)
     local: Mapping[str, Tensor]
     if division is not None:
@@ -123,13 +130,26 @@ def capture(
     small_on_host = group.run_on_all_ranks(lambda: kernels.small_on_host(local))
     if division is not None:
         return Captured(
-            tree, local, small_on_host, label_of, {}, {}, division, exact, idle, compared, differences, notes
+            tree,
+            local,
+            small_on_host,
+            label_of,
+            parameters,
+            {},
+            {},
+            division,
+            exact,
+            idle,
+            compared,
+            differences,
+            notes,
         )
     return Captured(
         tree,
         local,
         small_on_host,
         label_of,
+        parameters,
         last_hashes={} if base is None else base.hashes,
         last_external={} if base is None else run.frozen_files.available(base.tensors),
         exact_optimizers=exact,

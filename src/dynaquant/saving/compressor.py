@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
+from dynaquant.engine.forms.bounded import BoundedTensor
 from dynaquant.engine.forms.form import Form, dequantize
+from dynaquant.engine.quantize.bounds import average_bounds, quantize_bounded
 from dynaquant.engine.quantize.knobs import Configuration
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
@@ -20,13 +22,12 @@ from dynaquant.options import Quality, check_share
 from dynaquant.ranks.group import Group
 from dynaquant.saving import gradient_alignment, gradient_energy
 from dynaquant.saving.assemble import Assembled, assemble, assemble_on_access
-from dynaquant.saving.bounded_tensors import bounded_tensors
 from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.gradient_energy import GradientEnergy
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import MomentTolerances
-from dynaquant.saving.presets import PRESETS, budget_of, largest_degradation
+from dynaquant.saving.presets import PRESETS, Preset, budget_of, largest_degradation
 from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.source import Source
 from dynaquant.saving.timing import timed
@@ -36,6 +37,7 @@ from dynaquant.search.decision import Decision
 from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.search.metric import UserMetric
 from dynaquant.store.writing import depends_on
+from dynaquant.training.objects import MAIN
 
 
 class Compressor:
@@ -114,7 +116,7 @@ class Compressor:
             limit = limits.of_estimate.allowed if self._manager.judges_by_distortion else limits.allowed
             last = self._usable_last_weights(limit, memory)
             compared = run(lambda: compare_weights(weights, last, source.untrained, source.hash_of, source.shards))
-            bounded = run(lambda: bounded_tensors(source, self.preset))
+            bounded = run(lambda: _bounded(source, self.preset))
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
             if decision.judged_by not in (None, "evaluate"):
@@ -235,6 +237,28 @@ class Compressor:
         moments = self._group.run_reducing(lambda: moments_of(own, shards))
         found = self._group.run_on_all_ranks(lambda: assembled(here, moments))
         return replace(found, depends_on={name: depends_on(stored) for name, stored in moments.items()})
+
+
+def _bounded(source: Source, preset: Preset | None) -> dict[str, BoundedTensor]:
+    """Return the tensors of role ``bound`` and averages of weights, quantized, by name. Collective.
+
+    preset: None stores averages exactly. Extras that are not divided may differ between ranks, so each rank quantizes
+    its own.
+    """
+    tensors, labels, shards = source.tensors, source.labels, source.shards
+
+    def quantized(names: Collection[str], shards: Shards) -> dict[str, BoundedTensor]:
+        bounds = {name: bound for name in names if (bound := labels[name].bound) is not None}
+        if preset is not None:
+            averages = {name: tensors[name] for name in names if labels[name].role == "average"}
+            bounds |= average_bounds(averages, preset.average_error, shards)
+        return quantize_bounded(tensors, bounds, shards.held, shards.reduce)
+
+    def is_alone(name: str) -> bool:
+        return name.partition(".")[0] not in MAIN and name not in shards.held
+
+    together, alone = [n for n in tensors if not is_alone(n)], [n for n in tensors if is_alone(n)]
+    return {**quantized(together, shards), **quantized(alone, WHOLE)}
 
 
 def _together(*forms: Mapping[str, Form]) -> Mapping[str, Form]:

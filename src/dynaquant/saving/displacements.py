@@ -19,7 +19,7 @@ from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.ranks.dtensors import local_of
 from dynaquant.saving.movement import sampled_values
-from dynaquant.state.wrappers import named_parameters
+from dynaquant.training.objects import parameters_of
 
 SAMPLE = 1_024
 """Values of the sample of one tensor, at most."""
@@ -84,7 +84,7 @@ def to_json(displaced: Mapping[str, float]) -> dict[str, int]:
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return what this rank holds of the parameters that can be quantized. Tensor subclasses may be anything."""
-    local = {f"model.{name}": local_of(parameter) for name, parameter in named_parameters(model)}
+    local = {name: local_of(parameter) for name, parameter in parameters_of(model).items()}
     return {n: p for n, p in local.items() if type(p) in (Tensor, nn.Parameter) and p.dtype in QUANTIZABLE_DTYPES}
 
 

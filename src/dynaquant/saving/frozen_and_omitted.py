@@ -10,8 +10,8 @@ from dynaquant.engine.forms.external import External, omitted
 from dynaquant.errors import StateError
 from dynaquant.saving.capture import Captured
 from dynaquant.state.subclasses import owner_of
-from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import HashCache
+from dynaquant.training.objects import parameters_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External
 
 def note_on_parameters_without_optimizer(model: nn.Module, frozen: FrozenParameters) -> list[str]:
     """Return a note if parameters with ``requires_grad`` are stored exactly, which a user might not expect."""
-    trainable = [f"model.{name}" for name, parameter in named_parameters(model) if parameter.requires_grad]
+    trainable = [name for name, parameter in parameters_of(model).items() if parameter.requires_grad]
     if idle := [name for name in trainable if name in frozen.names]:
         return [f"{len(idle)} parameters are in no optimizer and therefore stored exactly, such as {idle[0]}"]
     return []

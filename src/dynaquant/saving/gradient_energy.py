@@ -27,22 +27,23 @@ NOTE = (
 )
 _TENSORS, _SAMPLE = 64, 4096
 """Only so many tensors are looked at, the largest ones, and so many elements of each."""
+_WEAK, _WEAK_IN_NOISE, _WEAK_IF_UNKNOWN = 1 / 32, 1e-6, 1e-4
+"""The share of the strongest energy below which gradients count as far weaker: without noise, with it, and if that is
+not known. Measured: docs/decisions.md, "How far can the estimate be trusted?". In training on batches, gradients of the
+first steps can be a thousand times stronger than all later ones, and that says nothing of the loss."""
+_RISE = 10.0
+"""By how much one save may raise the strongest energy."""
 _OF_NOISE = 19.0
 """The mean square of noise over that of its moving average, (1 + β) / (1 - β), with β = 0.9."""
 _LEAST_OF_NOISE, _MOST_OF_NOISE = 0.03, 12.0
-"""In training on batches, ``now`` is 0.2 to 6 times the energy of the gradients of one step. Without noise it is 19
-times that. It also is about that of the second moment; less means that gradients have just become weaker."""
+"""Adam's gradients are noise if ``now`` is at least so many times ``average``, and at most so many times the energy of
+one step. In training on batches, it is about ``average``, and 0.2 to 6 times the energy of one step. Without noise it
+is 19 times that of one step. Less than ``average`` means that gradients have just become weaker."""
 _ALIGNED = 0.25
 """The share of the energy of SGD's gradients from which on that of their moving average shows that they are aligned, so
 no noise. That of noise has (1 - β) / (1 + β), 0.05 with β = 0.9."""
-_MOMENTUM = "momentum_buffer"
-_RISE = 10.0
-"""By how much one save may raise the strongest energy."""
 _SCALED = 100.0
-"""A gradient of which the energy is so many times that of the average was not the one that the step used."""
-_WEAK, _WEAK_IN_NOISE, _WEAK_IF_UNKNOWN = 1 / 32, 1e-6, 1e-4
-"""The share of the strongest energy below which gradients count as far weaker. In training on batches, gradients of the
-first steps can be a thousand times stronger than all later ones, and that says nothing of the loss."""
+"""A gradient with so many times the average energy was not the one that the step used: a GradScaler had scaled it."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,33 @@ class GradientEnergy:
         return 1.0 if share >= weak else min(1.0, max((share / weak) ** 2, share / _OF_NOISE))
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """What one tensor and its optimizer hold of its gradients, from a sample of the elements.
+
+    means: of the squares of the ``gradient``, of Adam's ``first`` moment and of SGD's ``momentum``; of the ``second``
+    moment; and the ``step``. As scalars, where the tensor is. betas: of Adam. window: steps that the momentum adds up.
+    """
+
+    means: Mapping[str, Tensor]
+    betas: tuple[float, float] | None = None
+    window: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Mean squares of the gradients of one tensor, or the sums of squares of all tensors.
+
+    average, now: as in ``GradientEnergy``. of_step: of the last step. of_mean: of the moving average that SGD has. The
+    last two are 0 if they are not known.
+    """
+
+    average: float
+    now: float
+    of_step: float
+    of_mean: float
+
+
 def gradient_energy(
     parameters: Mapping[str, Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -92,57 +120,81 @@ def gradient_energy(
     there are any.
     """
     largest = nlargest(_TENSORS, parameters, key=lambda name: parameters[name].numel())
-    ids = {id(parameters[name]) for name in largest}
+    samples = _samples({name: parameters[name] for name in largest}, optimizers)
+    means = _on_host({name: sample.means for name, sample in samples.items()})
+    betas = {name: sample.betas for name, sample in samples.items() if sample.betas is not None}
+    known = list(betas) or [name for name in largest if name in recorded]  # not both: they differ in scale
+    has_all = all("gradient" in means[name] for name in known)  # otherwise it says too little
+    squares: dict[str, _Squares] = {}
+    for name in known:
+        of_step = means[name]["gradient"] if has_all else 0.0
+        if betas:
+            squares[name] = _of_adam(means[name], betas[name], of_step)
+        else:
+            squares[name] = _as_recorded(recorded[name], means[name], samples[name].window, of_step)
+    total = _total(squares, parameters, shards)
+    if betas:
+        most = _MOST_OF_NOISE * (total.of_step or total.average)
+        return GradientEnergy(total.average, total.now, noisy=_LEAST_OF_NOISE * total.average <= total.now <= most)
+    if total.of_mean > _ALIGNED * total.average:
+        return GradientEnergy(total.average, _OF_NOISE * total.of_mean, noisy=False)
+    return GradientEnergy(total.average, total.now)
+
+
+def _of_adam(means: Mapping[str, float], betas: tuple[float, float], of_step: float) -> _Squares:
+    """Return the squares by Adam's moments. They began at zero, so at step t they lack the share β^t of their size."""
+    first, second = (1 - beta ** max(means["step"], 1.0) for beta in betas)
+    of_noise = (1 + betas[0]) / (1 - betas[0])
+    return _Squares(means["second"] / second, of_noise * means["first"] / first**2, of_step, of_mean=0.0)
+
+
+def _as_recorded(recorded: float, means: Mapping[str, float], window: float, of_step: float) -> _Squares:
+    """Return the squares as they were recorded in single steps, with those of SGD's momentum. window: 0 if none."""
+    return _Squares(recorded, of_step or recorded, of_step, means["momentum"] / window**2 if window else 0.0)
+
+
+def _total(squares: Mapping[str, _Squares], parameters: Mapping[str, Tensor], shards: Shards) -> _Squares:
+    """Return the sums of squares of all tensors. squares: means over what this rank holds of each."""
+    energies: dict[str, list[float]] = {}
+    for name, of in squares.items():
+        size = local_of(parameters[name]).numel()
+        energies[name] = [size * mean for mean in (of.average, of.now, of.of_step, of.of_mean)]
+    sums = shards.sums(energies).values()
+    average, now, of_step, of_mean = (sum(each[i] for each in sums) for i in range(4))
+    return _Squares(average, now, 0.0 if of_step > _SCALED * average else of_step, of_mean)
+
+
+def _samples(parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, _Sample]:
+    """Return what parameters and optimizers hold, by the name of the parameter."""
+    ids = {id(parameter) for parameter in parameters.values()}
     groups = {
         id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"] if id(p) in ids
     }
-    found: dict[str, Tensor] = {}
-    decays: dict[str, tuple[float, float]] = {}
-    windows: dict[str, float] = {}
-    for name in largest:
-        parameter = parameters[name]
-        if parameter.grad is not None and parameter.grad.layout == torch.strided:
-            found[f"{name} gradient"] = _mean(parameter.grad, squared=True)
-        optimizer, group = groups.get(id(parameter), (None, {}))
-        state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
-        first, second, step = (state.get(key) for key in ("exp_avg", "exp_avg_sq", "step"))
-        if (
-            (betas := _betas(group))
-            and _is_moment(first, parameter)
-            and _is_moment(second, parameter)
-            and _is_one(step)
-        ):
-            decays[name] = betas
-            found[f"{name} first"], found[f"{name} second"] = _mean(first, squared=True), _mean(second)
-            found[f"{name} step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
-        elif (of_steps := _window_of_sgd(optimizer, group)) and _is_moment(momentum := state.get(_MOMENTUM), parameter):
-            windows[name] = of_steps
-            found[f"{name} momentum"] = _mean(momentum, squared=True)
-    here = kernels.small_on_host(found)  # what is on a device crosses together
-    energies: dict[str, list[float]] = {}
-    known = list(decays) or [name for name in largest if name in recorded]  # not both: they differ in scale
-    has_all = all(f"{name} gradient" in here for name in known)  # otherwise it says too little
-    for name in known:
-        size, of_step = local_of(parameters[name]).numel(), float(here[f"{name} gradient"]) if has_all else 0.0
-        if name in decays:
-            step = float(here[f"{name} step"])
-            of_first, of_second = (1 - beta ** max(step, 1.0) for beta in decays[name])  # the bias of the first steps
-            if_noise = (1 + decays[name][0]) / (1 - decays[name][0]) * float(here[f"{name} first"]) / of_first**2
-            means = [float(here[f"{name} second"]) / of_second, if_noise, of_step]
-        else:
-            means = [recorded[name], of_step or recorded[name], of_step]
-        of_mean = float(here[f"{name} momentum"]) / windows[name] ** 2 if name in windows else 0.0
-        energies[name] = [size * mean for mean in [*means, of_mean]]
-    sums = shards.sums(energies).values()
-    average, now, of_step, of_mean = (sum(each[i] for each in sums) for i in range(4))
-    if of_step > _SCALED * average:  # by a GradScaler
-        of_step = 0.0
-    noisy: bool | None = None
-    if decays:
-        noisy = _LEAST_OF_NOISE * average <= now <= _MOST_OF_NOISE * (of_step or average)
-    elif of_mean > _ALIGNED * average:
-        noisy, now = False, _OF_NOISE * of_mean
-    return GradientEnergy(average, now, noisy)
+    return {name: _sample(each, *groups.get(id(each), (None, {}))) for name, each in parameters.items()}
+
+
+def _sample(parameter: Tensor, optimizer: torch.optim.Optimizer | None, group: Mapping[str, Any]) -> _Sample:
+    means: dict[str, Tensor] = {}
+    if parameter.grad is not None and parameter.grad.layout == torch.strided:
+        means["gradient"] = _mean(parameter.grad, squared=True)
+    state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
+    first, second, step = (state.get(key) for key in ("exp_avg", "exp_avg_sq", "step"))
+    betas = _betas(group)
+    if betas and _is_moment(first, parameter) and _is_moment(second, parameter) and _is_one(step):
+        means |= {"first": _mean(first, squared=True), "second": _mean(second)}
+        means["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+        return _Sample(means, betas=betas)
+    momentum, window = state.get("momentum_buffer"), _window_of_sgd(optimizer, group)
+    if window and _is_moment(momentum, parameter):
+        return _Sample({**means, "momentum": _mean(momentum, squared=True)}, window=window)
+    return _Sample(means)
+
+
+def _on_host(means: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, float]]:
+    """Return scalars as numbers. What is on a device crosses together."""
+    flat = {f"{name} {key}": mean for name, of in means.items() for key, mean in of.items()}
+    here = kernels.small_on_host(flat)
+    return {name: {key: float(here[f"{name} {key}"]) for key in of} for name, of in means.items()}
 
 
 def _window_of_sgd(optimizer: Any, group: Mapping[str, Any]) -> float:

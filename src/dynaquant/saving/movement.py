@@ -19,8 +19,7 @@ from dynaquant.options import Moved
 from dynaquant.ranks.dtensors import local_of, reshard
 from dynaquant.state.roles import untrained
 from dynaquant.state.subclasses import is_strided
-from dynaquant.state.wrappers import named_parameters
-from dynaquant.training.objects import models_of
+from dynaquant.training.objects import models_of, parameters_of
 
 log = logging.getLogger("dynaquant")
 
@@ -147,7 +146,7 @@ class Movement:
     def _parameters(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
         """Return the weights that train by name in the state, each after the module and key of its first place."""
         model, fixed = models_of(self._objects), untrained(self._objects)
-        names = {id(p): f"model.{name}" for name, p in named_parameters(model)}
+        names = {id(p): name for name, p in parameters_of(model).items()}
         found: dict[str, tuple[nn.Module, str, Tensor]] = {}
         for module in model.modules():
             for key, p in module._parameters.items():

@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from dynaquant.engine.tensors.strides import has_gaps
 from dynaquant.saving.capture import Captured
 from dynaquant.state.roles import matches, optimizer_role
-from dynaquant.training.objects import RNG, class_of
+from dynaquant.training.objects import RNG, class_of, optimizers_of
 
 
 def notes_on_exact_moments(captured: Captured, objects: Mapping[str, Any], patterns: Collection[str]) -> list[str]:
@@ -82,8 +81,7 @@ def notes_on_exact_copies(
     """
     tensors, labels = captured.tensors, captured.labels
     shapes = {tensors[name].shape for name, label in labels.items() if label.role == "weight"}
-    optimizers = [name for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)]
-    left_out = ("model.", f"{RNG}.", *(f"{name}.state." for name in optimizers))
+    left_out = ("model.", f"{RNG}.", *(f"{name}.state." for name in optimizers_of(objects)))
     copies = [
         name
         for name, label in labels.items()

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
-from dynaquant.engine.shards import WHOLE
+from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.methods.method import Method
+from dynaquant.ranks.dtensors import memory_of
 from dynaquant.ranks.group import Group
 from dynaquant.saving.capture import Captured
 from dynaquant.saving.displacements import Displacements
@@ -23,7 +23,7 @@ from dynaquant.saving.frozen_and_omitted import (
     omitted_tensors,
 )
 from dynaquant.saving.gradient_alignment import gradient_alignment
-from dynaquant.saving.gradient_statistics import GradientStatistics
+from dynaquant.saving.gradient_energy import GradientEnergy, gradient_energy
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of, weights_of
 from dynaquant.saving.notes import (
     notes_on_compared_gradients,
@@ -35,13 +35,18 @@ from dynaquant.saving.notes import (
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
-from dynaquant.state.wrappers import named_parameters
+from dynaquant.search.distortion import mean_squared_gradients
+from dynaquant.state.roles import quantizable
 from dynaquant.training.epsilons import epsilons_of
 from dynaquant.training.first_moments import windows_of
+from dynaquant.training.gradients import GradientRecorder
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
-from dynaquant.training.objects import models_of
+from dynaquant.training.objects import models_of, optimizers_of, parameters_of
 from dynaquant.training.updates import Updates
+
+WINDOW = 50
+"""Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
 
 
 class TrainingSource:
@@ -66,12 +71,16 @@ class TrainingSource:
         self._objects, self._patterns, self._preset, self._method = objects, patterns, preset, method
         self._keeps_lossless_copy, self._group = keeps_lossless_copy, group
         self._model = models_of(objects)
-        self._optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
+        self._optimizers = list(optimizers_of(objects).values())
         self.updates = Updates(objects)
         """What the optimizers do between two saves."""
         self.hashes = HashCache()
         """Hashes of tensors that do not train."""
-        self._gradients = GradientStatistics(self._model, self._optimizers, method, records_gradients, interval)
+        quantized = {n: p for n, p in parameters_of(self._model).items() if quantizable(p, method.quantizes_vectors)}
+        self._recorders = [
+            GradientRecorder(quantized, optimizer, WINDOW, interval, method.accumulate)
+            for optimizer in (self._optimizers if records_gradients else ())
+        ]
 
     @property
     def learning_rate(self) -> float:
@@ -119,7 +128,7 @@ class TrainingSource:
         tolerances: Mapping[str, float] = {}
         if self._preset is not None:
             displaced = self._group.run_reducing(lambda: displacements.since_the_start(captured.shards))
-            windows = windows_of(self._objects, corrected)
+            windows = windows_of(self._objects, captured.parameters, corrected)
             tolerances, limits = tolerances_of(windows, self._preset, interval), self._preset.step_limits
             tolerances = bounded_by_weights(tolerances, windows, weights_of(windows), own, limits, captured.shards)
             notes += note_on_parameters_without_optimizer(self._model, frozen)
@@ -132,7 +141,7 @@ class TrainingSource:
         def trained() -> dict[str, Tensor]:  # once, as it takes long for many tensors
             names = [name for name in captured.labels if captured.labels[name].role == "weight"]
             stored = {name: master_of.get(name, name) for name in names}
-            return self._gradients.trained({name: own[each] for name, each in stored.items() if each in own})
+            return self._trained({name: own[each] for name, each in stored.items() if each in own})
 
         def some(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: trained()[name] for name in weights if name in trained()}
@@ -142,18 +151,18 @@ class TrainingSource:
             labels=captured.labels,
             position=lambda: TrainingPosition.of(step, self._optimizers),
             master_of=master_of,
-            mean_squares=lambda weights: self._gradients.mean_squares(some(weights), captured.shards),
-            energy=lambda weights: self._gradients.energy(some(weights), captured.shards),
+            mean_squares=lambda weights: self._mean_squares(some(weights), captured.shards),
+            energy=lambda weights: self._energy(some(weights), captured.shards),
             alignment=lambda weights: gradient_alignment(some(weights), self._optimizers, captured.shards),
-            gradients=self._gradients.recorded(),
-            records_gradients=self._gradients.needed,
+            gradients=self._recorded(),
+            records_gradients=bool(self._recorders),
             displaced=displaced,
             untrained=captured.untrained,
             hash_of=lambda name: self.hashes.of(name, own[name]),
             external=external,
             frozen=frozen.unchanged,
             first_tolerances=tolerances,
-            epsilons={} if self._preset is None else epsilons_of(self._objects),
+            epsilons={} if self._preset is None else epsilons_of(self._objects, captured.parameters),
             copied_exactly=copied,
             division=captured.division,
             notes=notes,
@@ -161,34 +170,64 @@ class TrainingSource:
 
     def start_anew(self, interval: int | None) -> None:
         """Forget what the live objects have gathered since the last save. interval: steps to the next one, at least."""
-        self._gradients.start_anew()
+        for recorder in self._recorders:
+            recorder.collect()
         self.updates.saved()
         self.expect(interval)
 
     def forget(self) -> None:
         """Forget the recorded gradients, after a restore: training continues from another step."""
-        self._gradients.forget()
+        for recorder in self._recorders:
+            recorder.forget()
 
     def expect(self, interval: int | None) -> None:
         """Announce the number of steps to the next save; None if unknown."""
-        self._gradients.expect(interval)
+        for recorder in self._recorders:
+            recorder.expect(interval)
 
     def mean_squares(self) -> dict[str, float]:
         """Return the mean squared gradients of the model's parameters as far as known, by name in the state.
 
         The same on all ranks. Collective.
         """
-        parameters = {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
+        parameters = parameters_of(self._model)
         division = divide(parameters, self._group)
         shards = WHOLE if division is None else division.shards
-        trained = self._gradients.trained(parameters)
-        measured = self._group.run_reducing(lambda: self._gradients.mean_squares(trained, shards))
+        trained = self._trained(parameters)
+        measured = self._group.run_reducing(lambda: self._mean_squares(trained, shards))
         return self._group.from_rank_0(measured)
 
     def close(self) -> None:
         """Remove the hooks from the optimizers. May be called again, also after an interrupt."""
-        self._gradients.close()
+        for recorder in self._recorders:
+            recorder.close()
         self.updates.close()
+
+    def _recorded(self) -> dict[str, Tensor]:
+        return {name: statistic for recorder in self._recorders for name, statistic in recorder.recorded.items()}
+
+    def _trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that optimizers train in the place of weights: themselves, or their master weights.
+
+        Left out are weights that are no parameters of the model.
+        """
+        trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        own = parameters_of(self._model)
+        return {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
+
+    def _mean_squares(self, trained: Mapping[str, Tensor], shards: Shards) -> dict[str, float]:
+        """Return F of each weight, from the optimizer or as recorded. trained: as ``_trained`` returns them."""
+        return mean_squared_gradients(trained, self._optimizers, self._recorded_squares(), shards)
+
+    def _energy(self, trained: Mapping[str, Tensor], shards: Shards) -> GradientEnergy:
+        steps = max([recorder.recorded_steps for recorder in self._recorders], default=0)
+        divisor = max(steps, 1) if self._method.adds_up_steps else 1
+        recorded = {name: square / divisor for name, square in self._recorded_squares().items()}
+        return gradient_energy(trained, self._optimizers, recorded, shards)
+
+    def _recorded_squares(self) -> dict[str, float]:
+        statistics = kernels.small_on_host(self._recorded())
+        return {name: self._method.mean_square(statistic) for name, statistic in statistics.items()}
 
 
 def _where_kernels_run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

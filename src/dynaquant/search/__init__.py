@@ -11,8 +11,7 @@
 - ``live_model``: the model of a training as a subject: other weights for one evaluation, training as before.
 - ``evaluation``: the metric that a user gives; ``LossOn``, and ``OnBatches``.
 - ``batch_norm``: evaluates batch norms by the statistics of the batches.
-- ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``, and with
-  ``steps``, which tells a metric that moves in steps.
+- ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``.
 - ``sight``: whether the metric sees the weights at all.
 - ``judge``: measures how much worse quantized weights are, by the metric, or else by their ``distortion``.
 - ``sequential_test``: tells from a few batches whether a candidate is good enough.

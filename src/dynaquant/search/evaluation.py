@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -153,35 +154,40 @@ def mean_of_batches(losses: Sequence[float]) -> float:
 
 def of_several(evaluate: Evaluate) -> Evaluate:
     """Turn a metric of a dictionary of models into a metric of an ``nn.ModuleDict``."""
+    return called_by(lambda function, modules, *rest: function(dict(modules.items()), *rest), evaluate)
+
+
+def called_by(call: Callable[..., Any], evaluate: Evaluate) -> Evaluate:
+    """Return a metric whose functions are called by ``call``, which gets the function and its arguments."""
     batched = on_batches(evaluate)
-    if batched is not None:
-        return _OfSeveralOnBatches(batched)
-    return lambda modules: evaluate(dict(modules.items()))
+    return partial(call, evaluate) if batched is None else _CalledOnBatches(call, batched)
 
 
-class _OfSeveralOnBatches:
-    """A metric on batches of a dictionary of models, as a metric of an ``nn.ModuleDict``."""
+class _CalledOnBatches:
+    """A metric on batches, for ``called_by``."""
 
-    def __init__(self, evaluate: OnBatches) -> None:
-        self._evaluate = evaluate
+    def __init__(self, call: Callable[..., Any], evaluate: OnBatches) -> None:
+        self._evaluate, self._call = evaluate, call
 
-    def __call__(self, modules: Any) -> float:
-        return self._evaluate(dict(modules.items()))
+    def __call__(self, model: Any) -> float:
+        result: float = self._call(self._evaluate, model)
+        return result
 
     def __len__(self) -> int:
         return len(self._evaluate)
 
-    def uses_batch_statistics(self, modules: Any) -> bool:
-        evaluate = self._evaluate
-        return isinstance(evaluate, LossOn) and evaluate.uses_batch_statistics(dict(modules.items()))
+    def uses_batch_statistics(self, model: Any) -> bool:
+        own = self._evaluate
+        return isinstance(own, LossOn | _CalledOnBatches) and self._call(own.uses_batch_statistics, model)
 
-    def losses(self, modules: Any, batches: Sequence[int]) -> list[float]:
-        return self._evaluate.losses(dict(modules.items()), batches)
+    def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
+        results: list[float] = self._call(self._evaluate.losses, model, batches)
+        return results
 
 
 def uses_batch_statistics_of(evaluate: Evaluate, model: nn.Module) -> bool:
     """Whether a metric evaluates batch norms of the model by the statistics of its batches."""
-    return isinstance(evaluate, LossOn | _OfSeveralOnBatches) and evaluate.uses_batch_statistics(model)
+    return isinstance(evaluate, LossOn | _CalledOnBatches) and evaluate.uses_batch_statistics(model)
 
 
 def degradation(original: float, restored: float, higher_is_better: bool) -> float:

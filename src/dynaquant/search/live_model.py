@@ -23,6 +23,7 @@ from dynaquant.search.subject import ParameterValues
 from dynaquant.state.subclasses import inner_tensors, is_packed, is_wrapper
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
+from dynaquant.training.objects import parameters_of
 from dynaquant.training.snapshot import Snapshot, has_own_train
 
 log = logging.getLogger("dynaquant")
@@ -31,8 +32,6 @@ _TOO_SMALL = (
     "the device has no memory for a candidate beside the model; from now on, candidates take the place of the weights, "
     "which wait in host memory. That takes longer"
 )
-PREFIX = "model."
-"""Begins the names of a model's parameters in a state."""
 _WRITES = (
     "evaluate writes to the weights in training, which it reaches by references of its own: an optimizer's eval(), or "
     "an average that takes the place of the weights. So it does not see the weights that a restore would return. Make "
@@ -50,7 +49,7 @@ class LiveModel:
 
     def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> dict[str, ParameterValues]:
         """Return functions for the values of those weights of a candidate that are parameters of the model."""
-        parameters = {PREFIX + name: parameter for name, parameter in named_parameters(self._model)}
+        parameters = parameters_of(self._model)
         found: dict[str, ParameterValues] = {}
         for name, tensor in candidate.items():
             if (parameter := parameters.get(name)) is not None:
@@ -65,8 +64,8 @@ class LiveModel:
         If a device has not enough memory for a candidate beside the model, it takes the place of the weights from then
         on, and these wait in host memory.
         """
-        names = {PREFIX + name: name for name, _ in named_parameters(self._model)}
-        own = {names[name]: value for name, value in values.items() if name in names}
+        parameters = parameters_of(self._model)
+        own = {name.removeprefix("model."): value for name, value in values.items() if name in parameters}
         begun, before = False, _marks(self._model)
 
         def noted(model: Any) -> float:

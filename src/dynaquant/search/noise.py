@@ -1,4 +1,4 @@
-"""The noise of a metric: how much evaluations of the same weights differ."""
+"""The noise of a metric: how much evaluations of the same weights differ, and whether it moves in steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dynaquant.search.steps import looks_stepped
+import numpy as np
 
 DEVIATIONS = 2.0
 """The noise margin, in standard deviations of the difference of two evaluations."""
@@ -25,6 +25,13 @@ SAVES_BETWEEN_CHECKS = 10
 """A metric without noise is evaluated twice at one in this many saves, in case it has become noisy."""
 SAVES_REMEMBERED = 8
 """The noise is estimated from this many saves, the last that evaluated more than once."""
+_MOST_PARTS, _MOST_PARTS_OF_FLOAT32 = 100_000, 1000
+"""A score that is a whole number of such parts, of at most so many, looks like a count of right answers. A float32 is
+near such a fraction by chance too often for more parts: a loss between 0 and 1 is for 3 % of all values."""
+_FEW_DIGITS = 5
+"""A score with so few decimal digits has been rounded, or is a fraction of a round number."""
+_FEW_BITS = 12
+"""A score with so few binary digits was computed in 16 bits, or is a count."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,28 @@ class Noise:
 def mean_of_scores(scores: Sequence[float]) -> float:
     """Return the mean. The mean of equal scores is that score, bit for bit."""
     return scores[0] if len(set(scores)) == 1 else math.fsum(score / len(scores) for score in scores)
+
+
+def looks_stepped(score: float) -> bool:
+    """Return whether the metric of a finite score may move in steps, so that equal scores tell little about its noise.
+
+    A score is a step if it has few digits, or is a fraction ``k / n``, or that in percent. Losses hardly ever look so.
+    """
+    single = float(np.float32(score)) == score if abs(score) < float(np.finfo(np.float32).max) else False
+    rounded = f"{score:.{_FEW_DIGITS}g}"
+    if float(rounded) == score or (single and float(np.float32(rounded)) == score):
+        return True
+    if (np.frexp(score)[0] * 2**_FEW_BITS).is_integer():
+        return True
+    share = abs(score) if abs(score) <= 1 else abs(score) / 100
+    if share > 1:
+        return False
+    most, precision = (_MOST_PARTS_OF_FLOAT32, 2.0**-24) if single else (_MOST_PARTS, 2.0**-51)
+    parts = np.arange(1, most + 1)
+    counts = share * parts
+    # In float64 also one minus such a fraction, however small: its error is that of 1.
+    error = precision * (counts if single else parts)
+    return bool((np.abs(counts - np.round(counts)) <= error).any())
 
 
 def _squared_deviations(scores: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ from dynaquant.store.chain import open_part
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Layout, Place, box_name, layout_of, sharded_hash
-from dynaquant.store.out_of_memory import explain_out_of_memory
+from dynaquant.store.out_of_memory import explain_damage
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,13 @@ def decode_entry(
     if entry.scheme.layout_number is None:
         return _decode(stored[0], parent, other, overwrite)
     dtype, shape, pieces = dtype_named(entry.dtype), torch.Size(entry.shape), []
-    try:
+    with explain_damage(file, entry):
         for each in stored:
             before, beside = (None if tensor is None else cut(tensor, each.box) for tensor in (parent, other))
             pieces.append((each.box, _decode_in_part(entry, each, before, beside)))
         if len(pieces) < len(places_of(file, entry)):
             return Patchwork(dtype, shape, tuple(pieces))
         return patchwork(dtype, shape, pieces)
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
 
 def _decode_in_part(
@@ -120,11 +118,8 @@ def _decode(
     stored: StoredBox, parent: StoredTensor | None, other: StoredTensor | None, overwrite: bool = False
 ) -> StoredTensor:
     file, entry = stored.file, stored.entry
-    try:
-        with explain_out_of_memory(file, entry):
-            return decode(entry.scheme, replace(_coded(file, entry, parent, other), overwrite=overwrite))
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+    with explain_damage(file, entry):
+        return decode(entry.scheme, replace(_coded(file, entry, parent, other), overwrite=overwrite))
 
 
 def _coded(file: CheckpointFile, entry: Entry, parent: StoredTensor | None, other: StoredTensor | None) -> Coded:
@@ -146,12 +141,9 @@ def holds(
         return stored_equal(decode_entry(file, entry, parent, others), wanted)
     if (entry.dtype, entry.shape) != (dtype_name(wanted.dtype), wanted.shape):
         return False
-    try:
-        with explain_out_of_memory(file, entry):
-            other = others.get(entry.scheme.depends_on or "")
-            return decodes_to(entry.scheme, _coded(file, entry, parent, other), wanted)
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+    with explain_damage(file, entry):
+        other = others.get(entry.scheme.depends_on or "")
+        return decodes_to(entry.scheme, _coded(file, entry, parent, other), wanted)
 
 
 def check_values(
@@ -165,11 +157,8 @@ def check_values(
     pieces = boxes_of(decoded)
     for each in stored:
         piece = pieces[each.box] if each.box in pieces else cut(decoded, each.box)
-        try:
-            with explain_out_of_memory(each.file, each.entry):
-                right = stored_hash(piece) == each.entry.hash
-        except ValueError as error:
-            raise CheckpointError(f"{each.file.path}: tensor {each.entry.name} is damaged ({error})") from error
+        with explain_damage(each.file, each.entry):
+            right = stored_hash(piece) == each.entry.hash
         if not right:
             raise wrong_values(each.file, each.entry)
     complete = entry.scheme.layout_number is not None and len(stored) == len(places_of(file, entry))

@@ -20,7 +20,7 @@ from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import sync, sync_parent
-from dynaquant.store.out_of_memory import explain_out_of_memory
+from dynaquant.store.out_of_memory import explain_damage
 
 
 def verify(holder: CheckpointFile) -> None:
@@ -106,11 +106,8 @@ def tensor_in(holder: CheckpointFile, entry: Entry) -> External:
     dtype, shape = dtype_named(entry.dtype), torch.Size(entry.shape)
 
     def values() -> Tensor:
-        try:
-            with explain_out_of_memory(holder, entry):
-                tensor = values_of(decode(entry.scheme, Coded(dtype, shape, holder.read(entry))))
-        except ValueError as error:
-            raise CheckpointError(f"{holder.path}: tensor {entry.name} is damaged ({error})") from error
+        with explain_damage(holder, entry):
+            tensor = values_of(decode(entry.scheme, Coded(dtype, shape, holder.read(entry))))
         if tensor_hash(tensor) != entry.hash:
             raise CheckpointError(f"{holder.path}: tensor {entry.name} does not decode to the values that were stored")
         return tensor

@@ -1,4 +1,4 @@
-"""Explains out-of-memory errors: how much memory a tensor would take."""
+"""Explains the errors of tensors that cannot be decoded: they are damaged, or there is too little memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
+
+
+@contextmanager
+def explain_damage(file: CheckpointFile, entry: Entry) -> Iterator[None]:
+    """Wrap a block that decodes a tensor. Raises CheckpointError for ValueErrors and if there is too little memory."""
+    try:
+        with explain_out_of_memory(file, entry):
+            yield
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from dynaquant.store.decoding import (
 from dynaquant.store.entry import Entry
 from dynaquant.store.in_order import in_order
 from dynaquant.store.layout import Place
-from dynaquant.store.out_of_memory import explain_out_of_memory
+from dynaquant.store.out_of_memory import explain_damage
 
 T = TypeVar("T")
 Tensors = dict[str, StoredTensor]
@@ -150,14 +150,11 @@ class _Reader:
         file = self._chain[0]
 
         def values(entry: Entry, tensor: StoredTensor, boxes: list[StoredBox]) -> Tensor:
-            try:
-                with explain_out_of_memory(file, entry):
-                    if entry.scheme.layout_number is not None:  # each box has its hash
-                        check_values(file, entry, tensor, boxes)
-                        return values_of(tensor)
-                    found, digest = values_with_hash(tensor)
-            except ValueError as error:
-                raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+            with explain_damage(file, entry):
+                if entry.scheme.layout_number is not None:  # each box has its hash
+                    check_values(file, entry, tensor, boxes)
+                    return values_of(tensor)
+                found, digest = values_with_hash(tensor)
             if digest != entry.hash:
                 raise wrong_values(file, entry)
             return found

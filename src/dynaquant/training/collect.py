@@ -25,6 +25,7 @@ from dynaquant.training.objects import (
     class_of,
     generator_state,
     generator_states,
+    optimizers_of,
 )
 from dynaquant.training.packed import count, unpacked
 from dynaquant.training.supported import LOADER_ADVICE
@@ -149,8 +150,4 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[str, list[list[str]]]:
         if isinstance(thing, nn.Module):
             for path, parameter in wrappers.named_parameters(thing):
                 names.setdefault(id(parameter), f"{name}.{path}")
-    return {
-        name: optimizers.names_of(thing, names)
-        for name, thing in objects.items()
-        if isinstance(thing, torch.optim.Optimizer)
-    }
+    return {name: optimizers.names_of(optimizer, names) for name, optimizer in optimizers_of(objects).items()}

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from dynaquant.training.collect import parameter_names
 from dynaquant.training.optimizers import keys_of
 
 Kept = Literal["coarse", "fine", "always"]
@@ -98,14 +97,17 @@ the trainings measured. SGD's momentum is not corrected, and loses no more (docs
 lose without first moments?")."""
 
 
-def windows_of(objects: Mapping[str, Any], corrected: bool) -> dict[str, MomentWindow]:
+def windows_of(
+    objects: Mapping[str, Any], parameters: Mapping[str, Sequence[Sequence[str]]], corrected: bool
+) -> dict[str, MomentWindow]:
     """Return the windows of first moments by the name of their tensor, as far as β is known.
 
-    objects: the objects of the training, by name. corrected: whether restores correct moments of zero.
+    objects: of the training, by name. parameters: the names of every optimizer's parameters, by group. corrected:
+    whether restores correct moments of zero.
     """
     return {
         f"{name}.state.{key}": window
-        for name, names in parameter_names(objects).items()
+        for name, names in parameters.items()
         for key, window in windows_in(objects[name], keys_of(names), corrected).items()
     }
 

@@ -15,6 +15,7 @@ from dynaquant.engine import kernels
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.dtypes import bytes_of
 from dynaquant.state.roles import HALVES, matches
+from dynaquant.training.objects import optimizers_of
 
 _FIRST = 1024
 """Number of values that are compared first. They distinguish most tensors."""
@@ -39,7 +40,7 @@ def master_weights_of(
     halves = [n for n, t in tensors.items() if labels[n].role == "weight" and t.dtype in HALVES and t.numel() > 1]
     if not halves:
         return {}
-    optimizers = {n: thing for n, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
+    optimizers = optimizers_of(objects)
     states = tuple(f"{name}." for name in {*optimizers, "optimizer"})
     trained = {
         parameter.data_ptr()

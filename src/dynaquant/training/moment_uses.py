@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dynaquant.training.objects import optimizers_of
 from dynaquant.training.update_check import update_problem
 
 _KNOWN: tuple[type[Optimizer], ...] = (
@@ -37,7 +38,7 @@ _KNOWN_NAMES = frozenset(
 
 def exact_optimizers(objects: Mapping[str, Any]) -> dict[str, str]:
     """Return the optimizers whose moments must be stored exactly, by name, each with the reason."""
-    reasons = {name: why_exact(thing) for name, thing in objects.items() if isinstance(thing, Optimizer)}
+    reasons = {name: why_exact(optimizer) for name, optimizer in optimizers_of(objects).items()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 

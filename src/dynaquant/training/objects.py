@@ -11,7 +11,7 @@ from torch import nn
 
 from dynaquant.errors import StateError
 from dynaquant.state.of_ranks import RANKS
-from dynaquant.state.wrappers import bare, broadcast_buffers
+from dynaquant.state.wrappers import bare, broadcast_buffers, named_parameters
 
 MAIN = ("model", "optimizer")
 """Objects that are not extras. They are restored last. Several models are named ``"model.<name>"``; in the
@@ -70,6 +70,16 @@ def models_of(objects: Mapping[str, Any]) -> nn.Module:
     """Return the model; several models as the parts of one module."""
     several = {name.partition(".")[2]: model for name, model in objects.items() if name.startswith("model.")}
     return nn.ModuleDict(several) if several else objects["model"]
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of the model by their names in the state. model: as ``models_of`` returns it."""
+    return {f"model.{name}": parameter for name, parameter in named_parameters(model)}
+
+
+def optimizers_of(objects: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers among the objects by name, also those that are extras."""
+    return {name: thing for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
 
 
 def class_of(thing: Any) -> str | None:

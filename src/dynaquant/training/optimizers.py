@@ -23,7 +23,7 @@ Key = str | int
 Keys = Sequence[Sequence[Key]]
 """The keys of the parameters in each group."""
 
-_PARAMETER_SHAPED = {
+PARAMETER_SHAPED = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
     *("acc_delta", "sum", "prev", "step_size", "ax"),
 }
@@ -229,7 +229,7 @@ def _problems(
     for slot, value in stored.items():
         own = now.get(slot)
         shape = own.shape if isinstance(own, Tensor) and (known or own.shape == parameter.shape) else None
-        if known and slot in _PARAMETER_SHAPED:
+        if known and slot in PARAMETER_SHAPED:
             shape = parameter.shape
         elif known and slot == "step":
             shape = torch.Size([])
@@ -240,7 +240,7 @@ def _problems(
                 problems.append(f"{name}.{slot} is a {type(value).__name__}, not a tensor of {list(shape)}")
         elif value.shape != shape and not value.numel() == shape.numel() == 1:
             problems.append(f"{name}.{slot} is {list(value.shape)} in the checkpoint, but must be {list(shape)}")
-        elif known and slot in _PARAMETER_SHAPED and not (value.is_floating_point() or value.is_complex()):
+        elif known and slot in PARAMETER_SHAPED and not (value.is_floating_point() or value.is_complex()):
             problems.append(f"{name}.{slot} is {value.dtype} in the checkpoint, but must be floating point")
     return problems
 

@@ -14,6 +14,7 @@ from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.accumulated import Gradients
 from dynaquant.training.hash_cache import version_of
 from dynaquant.training.hooks import not_compiled, records_graph
+from dynaquant.training.objects import optimizers_of
 
 
 class Updates:
@@ -23,7 +24,7 @@ class Updates:
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        self._optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+        self._optimizers = list(optimizers_of(objects).values())
         self._modules = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
         self._stores_gradients = any(isinstance(thing, Gradients) for thing in objects.values())
         self._names = {

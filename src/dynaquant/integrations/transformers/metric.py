@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -12,7 +11,7 @@ from accelerate.utils import broadcast_object_list, recursively_apply, send_to_d
 from torch import Tensor
 
 from dynaquant.integrations.transformers.untouched import untouched
-from dynaquant.search.evaluation import Evaluate, LossOn, OnBatches, on_batches
+from dynaquant.search.evaluation import Evaluate, LossOn, called_by
 from dynaquant.training import rng
 
 log = logging.getLogger("dynaquant")
@@ -23,42 +22,12 @@ _PREFIX = "eval_"
 
 def without_traces(trainer: Any, evaluate: Evaluate) -> Evaluate:
     """Return the same metric, but what it changes in a Trainer is put back (``untouched``)."""
-    batched = on_batches(evaluate)
-    if batched is None:
 
-        def number(model: Any) -> float:
-            with untouched(trainer):
-                return evaluate(model)
-
-        return number
-    if not isinstance(evaluate, LossOn):
-        return _WithoutTraces(trainer, batched)
-    mean_loss, losses = copy(evaluate), evaluate.losses
-
-    def losses_of(model: Any, batches: Sequence[int]) -> list[float]:
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
         with untouched(trainer):
-            return losses(model, batches)
+            return function(*arguments)
 
-    mean_loss.losses = losses_of  # type: ignore[method-assign]
-    return mean_loss
-
-
-class _WithoutTraces:
-    """A metric on batches, which is no ``LossOn``, for ``without_traces``."""
-
-    def __init__(self, trainer: Any, evaluate: OnBatches) -> None:
-        self._trainer, self._evaluate = trainer, evaluate
-
-    def __call__(self, model: Any) -> float:
-        with untouched(self._trainer):
-            return self._evaluate(model)
-
-    def __len__(self) -> int:
-        return len(self._evaluate)
-
-    def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
-        with untouched(self._trainer):
-            return self._evaluate.losses(model, batches)
+    return called_by(call, evaluate)
 
 
 def loss_on_evaluation_set(trainer: Any, loss_of: Callable[[Any, Any], Any]) -> LossOn | None:
