@@ -116,6 +116,13 @@ def _without_ages(shown: str) -> str:
     return re.sub(r"[ ─━]+", " ", re.sub(r"[\d.]+ (s|min|h|d)\b", "…", shown))
 
 
+def test_the_package_runs_as_the_command_does():
+    command = [sys.executable, "-m", "dynaquant", "log", "nowhere"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("dynaquant: nowhere")
+
+
 def test_importing_the_package_loads_no_torch_until_a_name_is_used():
     done = python(
         "import sys, dynaquant as dq\n"
