@@ -114,6 +114,17 @@ def test_a_folder_is_replaced_by_a_whole_one_or_stays(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "é" * 127], ids=["letters", "two bytes each"])
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path, name):
+    for _ in "12":
+        dq.save({"w": torch.ones(2)}, tmp_path / name)
+    (tmp_path / name).unlink()
+    for _ in "12":
+        with atomic_folder(tmp_path / name, replacing=True) as folder:
+            (folder / "file").touch()
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_the_names_of_new_folders_are_synced(tmp_path, done, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with dq.Checkpointer("a/b/run", nn.Linear(4, 4)) as ckpt:

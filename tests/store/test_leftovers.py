@@ -48,20 +48,21 @@ with {what}(pathlib.Path(sys.argv[1])):
 """
 
 
+@pytest.mark.parametrize("name", ["out", "n" * 255])
 @pytest.mark.parametrize("place", [atomic_file, atomic_folder])
-def test_a_file_that_another_process_is_writing_is_not_deleted(tmp_path, place):
+def test_a_file_that_another_process_is_writing_is_not_deleted(tmp_path, place, name):
     code = WRITING.format(what=place.__name__)
-    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    command = [sys.executable, "-c", code, str(tmp_path / name)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"writing\n"
-        with atomic_file(tmp_path / "out") as file:
+        with atomic_file(tmp_path / name) as file:
             file.write(b"mine")
         there = os.listdir(tmp_path)
-        (tmp_path / "out").unlink()
+        (tmp_path / name).unlink()
         other.communicate(b"")
     assert len(there) == 2
     assert other.returncode == 0
-    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_files_of_other_programs_are_left_alone(tmp_path):

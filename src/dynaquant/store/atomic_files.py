@@ -15,9 +15,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from blake3 import blake3
+
 from dynaquant.errors import CheckpointError
 from dynaquant.store import flock
 from dynaquant.store.files import add_disk_full_note, check_output, check_parent, sync, sync_parent
+
+_LONGEST_STEM = 100
+"""Bytes of the longest name that its temporary name begins with. A longer one is hashed, to stay within 255 bytes."""
 
 
 @contextmanager
@@ -100,13 +105,14 @@ def _temporary(out: Path, create: Callable[[Path], None]) -> Iterator[Path]:
     A lock says that a file is no leftover, and the system drops it when the process dies. On a file system without
     locks, leftovers are never deleted.
     """
-    names = re.compile(re.escape(out.name) + r"\.dynaquant-[0-9a-f]+(\.old)?\.tmp")
+    stem = out.name if len(os.fsencode(out.name)) <= _LONGEST_STEM else blake3(os.fsencode(out.name)).hexdigest(16)
+    names = re.compile(re.escape(stem) + r"\.dynaquant-[0-9a-f]+(\.old)?\.tmp")
     for leftover in out.absolute().parent.iterdir():
         if names.fullmatch(leftover.name):
             _delete_unless_in_use(leftover)
     with ExitStack() as lock:
         while True:
-            path = out.with_name(f"{out.name}.dynaquant-{secrets.token_hex(4)}.tmp")
+            path = out.with_name(f"{stem}.dynaquant-{secrets.token_hex(4)}.tmp")
             create(path)
             # Until it is locked, another process may take it for a leftover, lock it, and delete it.
             with suppress(FileNotFoundError):
