@@ -162,6 +162,58 @@ def test_an_optimizer_that_was_not_initialised_is_refused(tmp_path):
     assert "Around never called torch.optim.Optimizer.__init__; call it there, or give the optimizer" in said
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """Steps with an optimizer of its own, as the usual implementation of SAM does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old_p"] = parameter.detach().clone()
+        self.base_optimizer.step()
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+def sharpness_aware():
+    torch.manual_seed(0)
+    model = model_of()
+    return model, SharpnessAware(model.parameters())
+
+
+def test_an_optimizer_whose_state_is_in_no_state_dict_is_a_warning_and_a_note(tmp_path, caplog):
+    model, optimizer = sharpness_aware()
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        assert ckpt.save(0).result().notes == []
+        for step in (1, 2):
+            train(model, optimizer)
+            (note,) = ckpt.save(step).result().notes
+    assert note.startswith("the state of the SGD inside optimizer is not saved, as state_dict() of SharpnessAware does")
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [note]
+
+
+def test_an_inner_optimizer_that_is_given_before_the_outer_one_is_restored(tmp_path):
+    trainings = []
+    for _ in "12":
+        model, optimizer = sharpness_aware()
+        both = {"inner": optimizer.base_optimizer, "outer": optimizer}
+        with dq.Checkpointer(tmp_path, model, both, quality="lossless") as ckpt:
+            if ckpt.restore() is None:
+                train(model, optimizer)
+                assert ckpt.save(1).result().notes == []
+        optimizer.param_groups[0]["lr"] = 0.01  # also that of the inner one
+        torch.manual_seed(1)
+        train(model, optimizer)
+        trainings.append(model.state_dict())
+    assert all(torch.equal(trainings[0][name], trainings[1][name]) for name in trainings[0])
+
+
 class Codes(torch.Tensor):
     """A tensor subclass like those of quantized optimizers."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +28,7 @@ from dynaquant.store.writing import Base
 from dynaquant.training.collect import collect
 from dynaquant.training.moment_uses import exact_optimizers
 from dynaquant.training.objects import PARAMETERS, models_of
-
-log = logging.getLogger("dynaquant")
+from dynaquant.training.supported import notes_on_inner_optimizers
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Captured:
     are empty if there is no last checkpoint. division: of the tensors among the ranks; None if every rank holds all of
     them. exact_optimizers: names of those whose moments are stored exactly, each with the reason. untrained: names of
     the parameters that do not train. compared: of those that ``compared_across_steps`` returns. differences: what
-    differs between ranks. notes: for the record.
+    differs between ranks. notes: for the record, each of which is also a warning.
     """
 
     tree: Any
@@ -121,9 +119,7 @@ def capture(
     # A rank may hold more than rank 0 does.
     here = local if division is None else {name: local_of(tensor) for name, tensor in tensors.items()}
     differences = find_differences(tree, here, left_out, objects, differed, group)
-    notes = differences.note(label_of)
-    for note in notes if group.rank == 0 and set(differences.names) != set(differed or ()) else ():
-        log.warning(note)
+    notes = [*differences.note(label_of), *notes_on_inner_optimizers(objects)]
     label_of = differences.exact(label_of)
     if differences.ranks:
         tree = with_ranks(tree, differences.ranks)

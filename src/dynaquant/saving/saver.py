@@ -118,7 +118,7 @@ class Saver:
         schedule.saved(_typical_seconds(seconds, compressed.decision, memory.typical_cost(cost)))
         schedule.interval = self._group.from_rank_0(schedule.interval)
         self._measure_movement_from_here(schedule)
-        new = set(compressed.notes) - {*captured.notes, *memory.noted}
+        new = set(compressed.notes) - memory.noted
         memory = replace(
             compressed.memory,
             schedule=schedule,
@@ -131,7 +131,7 @@ class Saver:
         future = self._handed_over(step, captured, source, compressed, memory, exact_weights, not_finite, seconds)
         self._memory = memory
         for note in sorted(new) if self._group.rank == 0 else ():
-            log.info(note)
+            log.log(logging.WARNING if note in captured.notes else logging.INFO, note)
         self._training.start_anew(schedule.soonest)
         self._corrections.saved()
         return future

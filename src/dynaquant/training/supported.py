@@ -19,7 +19,7 @@ from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, part_pro
 from dynaquant.ranks.group import Group
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
-from dynaquant.state.plain_objects import has_method, packages_of, taken_apart
+from dynaquant.state.plain_objects import has_method, leaves, packages_of, taken_apart
 from dynaquant.state.subclasses import check_subclasses, is_wrapper
 from dynaquant.training.hooks import not_compiled
 
@@ -129,6 +129,20 @@ def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
                 if _others_of_modules(objects, tensors) or not tensors.keys().isdisjoint(hidden)
                 else "drops it, so a restore would not restore it; make the hook keep it",
             )
+
+
+def notes_on_inner_optimizers(objects: Mapping[str, Any]) -> list[str]:
+    """Return a note for each optimizer inside another one, as in SAM, whose state is in no state dict."""
+    given = {id(thing) for thing in objects.values()}
+    return [
+        f"the state of the {type(inner).__qualname__} inside {name} is not saved, as state_dict() of "
+        f"{type(thing).__qualname__} does not have it, so a restore would lose it; give both, the inner one first: "
+        "optimizer={'inner': …, 'outer': …}"
+        for name, thing in objects.items()
+        if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict
+        for inner in leaves(vars(thing))
+        if isinstance(inner, Optimizer) and inner.state and inner.state is not thing.state and id(inner) not in given
+    ]
 
 
 def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
