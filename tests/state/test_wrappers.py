@@ -100,6 +100,23 @@ def test_load_into_a_wrapped_model(tmp_path, wrapper):
     assert plain(other) == plain(bare)
 
 
+@pytest.mark.parametrize("target", ["bare", "DataParallel", "compile"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_state_dict_of_a_wrapped_model_is_loaded_into_any(tmp_path, wrapper, target):
+    bare, saved, _ = training(WRAPPERS[wrapper])
+    dq.save({"model": saved.state_dict(), "epoch": 3}, tmp_path / "m.dqc", quality="lossless")
+    other, model, _ = training(WRAPPERS[target], seed=1)
+    assert dq.load_into(model, tmp_path / "m.dqc") == []
+    assert plain(other) == plain(bare)
+
+
+def test_a_name_that_two_stored_tensors_could_mean_is_left_alone(tmp_path):
+    weights = {f"{prefix}weight": torch.ones(2, 2) for prefix in ("module.", "_orig_mod.")}
+    dq.save(weights, tmp_path / "m.dqc", quality="lossless")
+    with pytest.raises(dq.StateError, match=r"module\.weight is in the checkpoint, but not in the model"):
+        dq.load_into(nn.Linear(2, 2, bias=False), tmp_path / "m.dqc")
+
+
 @pytest.mark.parametrize("wrap", [compiled_in_place, with_wrapped_layers])
 def test_a_compiled_module_is_evaluated_with_each_candidates_values(wrap):
     model, tokens = wrap(model_of()).eval(), torch.arange(40)

@@ -21,7 +21,7 @@ def load_into(
     """Load stored weights and buffers into a model, cast to the model's dtypes.
 
     - ``model``: a module, which may be wrapped; or a dictionary of modules by name, if the checkpoint holds several.
-    - ``path``, ``step``: as for ``load``.
+    - ``path``, ``step``: as for ``load``. Names may be those of a model that ``torch.compile`` or DDP has wrapped.
     - ``strict``: False leaves out tensors that do not fit.
 
     Returns what was left out, and why. All tensors are compared, decoded and checked before the model is changed, one

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -13,11 +13,13 @@ from dynaquant.ranks.dtensors import is_sharded, tied_keys
 from dynaquant.state.of_ranks import ranks_in
 from dynaquant.state.subclasses import CLASS, description_problem, descriptions_in, owner_of
 from dynaquant.state.tree import dict_items, metadata_in, model_in, state_dict_in
-from dynaquant.state.wrappers import bare, state_dict
+from dynaquant.state.wrappers import bare, state_dict, unwrapped_name
 from dynaquant.store.container import CheckpointFile
 from dynaquant.training.hash_cache import HashCache
 
 log = logging.getLogger("dynaquant")
+
+_T = TypeVar("_T")
 
 Models = nn.Module | Mapping[str, nn.Module]
 """A model, which may be wrapped, or several by name."""
@@ -87,6 +89,12 @@ def _tensors_of(model: Models) -> tuple[dict[str, Any], dict[str, Mapping[str, s
     return tensors, described
 
 
+def _named_as_in(own: Collection[str], stored: Mapping[str, _T]) -> Mapping[str, _T]:
+    """Return what is stored of a wrapped model by the names in the bare one. own: these names."""
+    named = {name if name in own or (b := unwrapped_name(name)) not in own else b: stored[name] for name in stored}
+    return named if len(named) == len(stored) else stored
+
+
 def targets_in(model: Models, file: CheckpointFile, strict: bool, hashes: HashCache) -> tuple[Targets, list[str]]:
     """Return the tensors of a model that a checkpoint can fill, and what does not fit.
 
@@ -95,7 +103,7 @@ def targets_in(model: Models, file: CheckpointFile, strict: bool, hashes: HashCa
     Raises StateError, with a list of differences, if something does not fit; unless ``strict``, only if nothing fits.
     """
     own, described = _tensors_of(model)
-    names, by_name = stored_names(file), file.header.by_name
+    names, by_name = _named_as_in(own, stored_names(file)), file.header.by_name
     wrong = {name: what for name in own if name not in names and (what := _missing(file, name, own[name], hashes))}
     # A state has tied tensors that are omitted under the first of their names.
     found = {name for tied in tied_keys(own) if not wrong.keys() >= set(tied) for name in tied}
@@ -118,7 +126,7 @@ def targets_in(model: Models, file: CheckpointFile, strict: bool, hashes: HashCa
             wrong[name] = f"{name} is {list(shape)} in the checkpoint and {list(own[name].shape)} in the model"
         elif (owner := owner_of(name, described)) in own and hashes.of(name, own[name]) != by_name[names[name]].hash:
             wrong[name] = f"{name} belongs to {owner}, whose packed values differ; load the same base model first"
-    earlier = descriptions_in(metadata_in(file.header.tree)) if described else {}
+    earlier = _named_as_in(described, descriptions_in(metadata_in(file.header.tree))) if described else {}
     for owner in described.keys() & earlier.keys():
         if problem := description_problem(owner, described[owner], earlier[owner]):
             wrong |= dict.fromkeys((name for name in own if owner_of(name, described) == owner), problem)

@@ -66,6 +66,11 @@ def bare_paths(module: nn.Module) -> dict[str, str]:
     return paths
 
 
+def unwrapped_name(name: str) -> str:
+    """Return the name of a tensor without what wrappers add: ``_orig_mod.`` anywhere, ``module.`` at the beginning."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED).removeprefix("module.")
+
+
 def own_loading(module: nn.Module) -> frozenset[str]:
     """Return the paths in the bare model of the modules that load their tensors by code that is not PyTorch's layers'.
 
