@@ -180,3 +180,39 @@ def test_a_parameter_that_a_hook_replaces_in_the_state_dict_is_named_and_stored_
         ckpt.restore()
     assert said.startswith("state_dict() does not have model.weight: a hook of the module gives something else")
     assert torch.equal(model.weight, wanted)
+
+
+def halved(_, state, *__):
+    state.update({name: value.half() for name, value in state.items()})
+
+
+def test_parameters_that_a_hook_stores_in_float16_are_restored_as_it_gives_them(tmp_path, caplog):
+    model = nn.Linear(8, 8)
+    model.register_state_dict_post_hook(halved)
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    wanted = model.weight.detach().half().float()
+    moment = optimizer.state[model.weight]["exp_avg"].clone()
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        (said,) = caplog.messages
+        ckpt.save(STEP).result()
+        nn.init.zeros_(model.weight)
+        optimizer.state[model.weight]["exp_avg"].zero_()
+        ckpt.restore()
+    assert "model.weight and 1 other parameters: a hook of the module gives other values in its place (float16)" in said
+    assert torch.equal(model.weight, wanted)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
+
+
+def test_copies_in_a_state_dict_are_as_good_as_the_parameters(tmp_path, caplog):
+    model = nn.Linear(8, 8)
+    model.register_state_dict_post_hook(lambda _, state, *__: state.update({n: v.clone() for n, v in state.items()}))
+    optimizer = optim.AdamW(model.parameters())
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        wanted = model.weight.detach().clone()
+        ckpt.save(STEP).result()
+        nn.init.zeros_(model.weight)
+        ckpt.restore()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert torch.equal(model.weight, wanted)

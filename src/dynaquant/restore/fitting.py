@@ -92,7 +92,7 @@ def fit_state(
             _fit_module(found, name, present[name], given, wrappers.own_loading(thing))
         elif isinstance(thing, torch.optim.Optimizer):
             own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
-            fit = optimizers.fit(name, thing, own_keys, given, stored_keys, _dtypes(objects, stored))
+            fit = optimizers.fit(name, thing, own_keys, given, stored_keys, _dtypes(present, stored))
             found.problems += fit.problems
             found.notes += fit.notes
             if fit.state is not None:
@@ -115,15 +115,17 @@ def fit_state(
     return found
 
 
-def _dtypes(objects: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str | int, torch.dtype]:
-    """Return the dtypes of the stored tensors of modules, by the keys of parameters in an optimizer's state."""
-    states = {name: state for name, state in stored.items() if isinstance(objects.get(name), nn.Module)}
+def _dtypes(present: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str | int, torch.dtype]:
+    """Return the stored dtypes of tensors of modules that have another one now, by keys of an optimizer's parameters.
+
+    States are compared, not parameters: a hook of a module may give them in another dtype than its parameters have.
+    """
     return {
         f"{name}.{key}": value.dtype
-        for name, state in states.items()
-        if isinstance(state, Mapping)
-        for key, value in state.items()
-        if isinstance(value, Tensor)
+        for name, state in present.items()
+        if isinstance(state, Mapping) and isinstance(stored.get(name), Mapping)
+        for key, value in stored[name].items()
+        if isinstance(value, Tensor) and isinstance(now := state.get(key), Tensor) and now.dtype != value.dtype
     }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, part_problem
 from dynaquant.ranks.group import Group
@@ -120,15 +121,27 @@ def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
                 name,
                 _advice_on(unknown, [local_of(tensor) for tensor in tensors.values()]),
             )
-        if hidden := [of_models[id(each)] for each in unsaved if id(each) in of_models]:
-            log.warning(
-                "state_dict() does not have %s%s: a hook of the module %s",
-                hidden[0],
-                f" and {len(hidden) - 1} other parameters" if len(hidden) > 1 else "",
-                "gives something else in its place. What it gives is stored exactly, which takes more space"
-                if _others_of_modules(objects, tensors) or not tensors.keys().isdisjoint(hidden)
-                else "drops it, so a restore would not restore it; make the hook keep it",
-            )
+        hidden = {of_models[id(each)]: each for each in unsaved if id(each) in of_models}
+        hidden = {path: each for path, each in hidden.items() if not _is_copy(tensors.get(path), each)}
+        if hidden:
+            path = next(iter(hidden))
+            if path in tensors:
+                given = dtype_name(tensors[path].dtype)
+                what = f"gives other values in its place ({given}). A restore loads these; without the hook it is exact"
+            elif _others_of_modules(objects, tensors):
+                what = "gives something else in its place. What it gives is stored exactly, which takes more space"
+            else:
+                what = "drops it, so a restore would not restore it; make the hook keep it"
+            more = f" and {len(hidden) - 1} other parameters" if len(hidden) > 1 else ""
+            log.warning("state_dict() does not have %s%s: a hook of the module %s", path, more, what)
+
+
+def _is_copy(given: Tensor | None, parameter: Tensor) -> bool:
+    """Whether a tensor of a state dict has the dtype and the values of a parameter."""
+    if given is None or given.dtype != parameter.dtype:
+        return False
+    own = local_of(parameter)
+    return torch.equal(local_of(given).to(own.device), own)
 
 
 def notes_on_inner_optimizers(objects: Mapping[str, Any]) -> list[str]:
