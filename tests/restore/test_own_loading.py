@@ -105,6 +105,44 @@ def test_a_module_that_refuses_the_state_leaves_everything_as_it_was(tmp_path):
     assert bits(model.state_dict()) == before
 
 
+class Renaming(nn.Module):
+    """A later version of a sequence of one layer: it renames what it loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_load_state_dict_pre_hook(Renaming.rename)
+
+    def rename(self, state, prefix, *_):
+        for key in [key for key in state if key.startswith(f"{prefix}0.")]:
+            state[f"{prefix}layer.{key.removeprefix(f'{prefix}0.')}"] = state.pop(key)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def test_a_model_that_renames_keys_is_told_to_load_as_pytorch_does(tmp_path):
+    model, other = nn.Sequential(nn.Linear(8, 4)), Renaming()
+    optimizer, other_optimizer = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        train(model, optimizer)
+        ckpt.save(3)
+    advice = r"may rename them: if so, state = dq\.load\(…\), model\.load_state_dict\(state\['model'\]\)"
+    with pytest.raises(dq.StateError, match=advice):
+        dq.load_into(other, tmp_path)
+    with dq.Checkpointer(tmp_path, other, other_optimizer) as ckpt, pytest.raises(dq.StateError, match=advice):
+        ckpt.restore()
+    state = dq.load(tmp_path)
+    other.load_state_dict(state["model"])
+    other_optimizer.load_state_dict(state["optimizer"])
+    assert torch.equal(other.layer.weight, model[0].weight)
+    moments = (o.state[p]["exp_avg"] for o, p in ((optimizer, model[0].weight), (other_optimizer, other.layer.weight)))
+    assert torch.equal(*moments)
+    with pytest.raises(dq.StateError) as caught:
+        dq.load_into(nn.Linear(8, 4), tmp_path)
+    assert "may rename them" not in str(caught.value)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_a_scripted_module_is_refused_with_advice(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2))

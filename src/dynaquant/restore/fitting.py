@@ -14,7 +14,7 @@ from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import tied_keys
-from dynaquant.restore.model_tensors import tied_problem
+from dynaquant.restore.model_tensors import renaming_problem, tied_problem
 from dynaquant.state import wrappers
 from dynaquant.state.plain_objects import PlainObject, has_method, leaves
 from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
@@ -90,6 +90,7 @@ def fit_state(
             found.problems.append(was)
         elif isinstance(thing, nn.Module):
             _fit_module(found, name, present[name], given, wrappers.own_loading(thing))
+            found.problems[:0] = renaming_problem(thing, present[name], given)
         elif isinstance(thing, torch.optim.Optimizer):
             own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
             fit = optimizers.fit(name, thing, own_keys, given, stored_keys, _dtypes(present, stored))

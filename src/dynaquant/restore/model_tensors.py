@@ -13,7 +13,7 @@ from dynaquant.ranks.dtensors import is_sharded, tied_keys
 from dynaquant.state.of_ranks import ranks_in
 from dynaquant.state.subclasses import CLASS, description_problem, descriptions_in, owner_of
 from dynaquant.state.tree import dict_items, metadata_in, model_in, state_dict_in
-from dynaquant.state.wrappers import bare, state_dict, unwrapped_name
+from dynaquant.state.wrappers import bare, may_rename, state_dict, unwrapped_name
 from dynaquant.store.container import CheckpointFile
 from dynaquant.training.hash_cache import HashCache
 
@@ -136,9 +136,21 @@ def targets_in(model: Models, file: CheckpointFile, strict: bool, hashes: HashCa
     problems = sorted(set(wrong.values()))
     fitting = {name: target for name, target in own.items() if name in names and name not in wrong}
     if problems and (strict or not fitting):
+        problems = renaming_problem(model, own, names) + problems
         shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
         raise StateError(f"{file.path} does not fit the model:\n  {shown}\nNothing was changed.")
     return {(names[name], target.data_ptr()): target for name, target in fitting.items()}, problems
+
+
+def renaming_problem(model: Models, own: Collection[str], stored: Collection[str]) -> list[str]:
+    """Return what to do if a model has other names than a checkpoint, and code that may rename those when it loads."""
+    modules = [model] if isinstance(model, nn.Module) else model.values()
+    if set(own) == set(stored) or not any(map(may_rename, modules)):
+        return []
+    return [
+        "names differ, and load_state_dict() of the model has code that may rename them: if so, state = dq.load(…), "
+        "model.load_state_dict(state['model']), optimizer.load_state_dict(state['optimizer'])"
+    ]
 
 
 def tied_problem(first: str, other: str) -> str:

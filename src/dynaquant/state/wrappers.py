@@ -87,6 +87,12 @@ def own_loading(module: nn.Module) -> frozenset[str]:
     )
 
 
+def may_rename(module: nn.Module) -> bool:
+    """Whether ``load_state_dict`` of a module runs code that may rename keys, such as those of its earlier versions."""
+    hooks = [hook for child in module.modules() for hook in child._load_state_dict_pre_hooks.values()]
+    return bool(own_loading(module)) or any(not hook.__module__.startswith("torch.distributed.") for hook in hooks)
+
+
 def state_dict(module: nn.Module, **options: Any) -> Any:
     """Return ``module.state_dict(**options)`` with the names of the bare model, also in its metadata.
 
