@@ -52,7 +52,8 @@ double sum_of(const std::array<double, lanes>& parts) {
     return found;
 }
 
-// Sets the weights of a value's update in the sums of a fit, and returns the sums of the updates themselves.
+// Sets the weights of a value's update in the sums of a fit, and returns the sums of the updates themselves. An update
+// counts by the root of its second moment, which is about as large as the gradient: by how much it lowers the loss.
 [[gnu::always_inline]] inline Updates weigh(std::span<const float> firsts, const float* seconds, double epsilon,
                                             double* products, double* factors) {
     std::array<double, lanes> squares{};
@@ -60,9 +61,9 @@ double sum_of(const std::array<double, lanes>& parts) {
     const auto add = [&](std::size_t i, std::size_t lane) {
         const double root = std::sqrt(static_cast<double>(seconds[i])), divisor = root + epsilon;
         const double update = static_cast<double>(firsts[i]) / divisor, factor = root / divisor;
-        products[i] = update * factor;
-        factors[i] = factor * factor;
-        squares[lane] += update * update;
+        products[i] = root * update * factor;
+        factors[i] = root * factor * factor;
+        squares[lane] += root * update * update;
         largest[lane] = std::max(largest[lane], std::abs(firsts[i]));
     };
     const std::size_t whole = firsts.size() / lanes * lanes;

@@ -26,12 +26,12 @@ struct RootChanges {
 RootChanges root_changes(std::span<const float> values, std::span<const float> decoded, float negligible);
 
 struct Updates {
-    double squares = 0.0;  // Σ update²
+    double squares = 0.0;  // Σ sqrt(v) · update²
     float largest = 0.0f;  // the largest magnitude of a first moment
 };
 
 // First moments in units of the roots of their second moments, and their weights in the sums of a fit: updates are
-// m / (sqrt(v) + epsilon).
+// m / (sqrt(v) + epsilon), and each counts by sqrt(v).
 struct WeighedUnits {
     WeighedUnits(std::span<const float> firsts, std::span<const float> seconds, double epsilon);
 
@@ -41,7 +41,7 @@ struct WeighedUnits {
 };
 
 // Sets fits[k] for first moments in units of the roots of their second moments, on the grid with step 1 / inverses[k],
-// weighted as the updates m / (sqrt(v) + epsilon) are. seconds: as many as firsts; zero only where those are.
+// weighted as in WeighedUnits. seconds: as many as firsts; zero only where those are.
 Updates update_fits(std::span<const float> firsts, std::span<const float> seconds, double epsilon,
                     std::span<const float> inverses, std::span<GridFit> fits);
 
@@ -52,7 +52,7 @@ struct MomentGrid {
 
 // Returns the first grid, of the steps at these rungs, that changes the update by at most the tolerance; none if there is
 // no such grid. Levels are decoded with another step than the one that made them, so that the moment keeps its length
-// along its own direction: what is left after rounding is shorter. squares: Σ update². fits: of each step.
+// along its own direction: what is left after rounding is shorter. squares: of the updates, as the fits count them. fits: of each step.
 std::optional<MomentGrid> coarsest(double squares, std::span<const GridFit> fits, std::span<const std::int32_t> rungs,
                                    double tolerance);
 

@@ -353,10 +353,10 @@ def test_fits_of_updates_are_those_of_the_formula(size):
     updates, factors = firsts / (roots + epsilon), roots / (roots + epsilon)
     units, wanted, found = torch.empty(size), np.empty(12), np.empty(12)
     host.divide_by_roots(torch.from_numpy(firsts), torch.from_numpy(seconds), units)
-    _native.grid_fits(units.numpy(), updates * factors, factors * factors, inverses, wanted)
+    _native.grid_fits(units.numpy(), roots * updates * factors, roots * factors * factors, inverses, wanted)
     squares, largest = _native.update_fits(firsts, seconds, epsilon, inverses, found)
     assert np.array_equal(found, wanted)
-    assert squares == pytest.approx(np.square(updates).sum(), rel=1e-12)
+    assert squares == pytest.approx((roots * np.square(updates)).sum(), rel=1e-12)
     assert largest == np.abs(firsts).max(initial=0)
 
 

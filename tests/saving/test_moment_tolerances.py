@@ -22,8 +22,9 @@ from dynaquant.store.run import Run
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.first_moments import windows_of
 
-COARSEST = 1.4
-FINEST, FINEST_OF_HIGH = 0.5, 0.25
+FINEST = 0.25
+COARSEST = 1.25 ** (1 / 3)
+"""Just before a moment is dropped."""
 OF_SGD = 0.5
 
 
@@ -43,35 +44,27 @@ def tolerance(interval, quality="balanced", beta=0.9, optimizer=torch.optim.Adam
 
 
 def test_moments_are_dropped_where_checkpoints_are_far_apart_and_kept_where_they_are_close():
-    assert [tolerance(interval) for interval in (2, 157, 399, 400, 8000)] == [
-        FINEST,
-        COARSEST,
-        COARSEST,
-        DROPPED,
-        DROPPED,
-    ]
-    assert [tolerance(interval, "high") for interval in (5, 12, 392, 999, 1000)] == [
-        FINEST_OF_HIGH,
-        FINEST_OF_HIGH,
-        COARSEST,
-        COARSEST,
-        DROPPED,
-    ]
-    assert [tolerance(interval, "small") for interval in (1, 24, 25)] == [FINEST, COARSEST, DROPPED]
+    assert [tolerance(interval) for interval in (1, 4, 400, 8000)] == [FINEST, FINEST, DROPPED, DROPPED]
+    assert tolerance(399) == pytest.approx(COARSEST, rel=0.01)
+    assert [tolerance(interval, "high") for interval in (2, 12, 1000)] == [FINEST, FINEST, DROPPED]
+    assert tolerance(999, "high") == pytest.approx(COARSEST, rel=0.01)
+    assert [tolerance(interval, "small") for interval in (25, 800)] == [DROPPED, DROPPED]
+    assert tolerance(24, "small") == pytest.approx(COARSEST, rel=0.02)
 
 
 def test_kept_moments_are_the_coarser_the_further_checkpoints_are_apart():
-    assert [tolerance(interval) for interval in (40, 80, 120)] == pytest.approx([math.sqrt(n) for n in (0.5, 1, 1.5)])
-    assert tolerance(100, "high") == pytest.approx(math.sqrt(0.5))
-    assert tolerance(20, "high") == pytest.approx(math.sqrt(0.1))
+    assert [tolerance(n) for n in (10, 40, 320)] == pytest.approx([(n / 320) ** (1 / 3) for n in (10, 40, 320)])
+    assert tolerance(100, "high") == pytest.approx(0.5)
+    assert tolerance(1, "small") == pytest.approx(0.05 ** (1 / 3))
 
 
 def test_moments_that_remember_longer_are_kept_for_longer_intervals():
-    assert [tolerance(interval, beta=0.98) for interval in (1999, 2000)] == [COARSEST, DROPPED]
+    assert [tolerance(interval, beta=0.98) for interval in (1999, 2000)] == [pytest.approx(COARSEST, rel=0.01), DROPPED]
 
 
 def test_without_correction_moments_are_kept_for_longer_intervals():
-    assert [tolerance(interval, corrected=False) for interval in (799, 800)] == [COARSEST, DROPPED]
+    found = [tolerance(interval, corrected=False) for interval in (799, 800)]
+    assert found == [pytest.approx(2.5 ** (1 / 3), rel=0.01), DROPPED]
 
 
 @pytest.mark.parametrize("corrected", [True, False])

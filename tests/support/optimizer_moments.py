@@ -25,9 +25,9 @@ def second_effect(second, stored):
 
 
 def first_effect(first, restored_first, restored_second):
-    """Return the relative error of the next update with the restored second moment."""
-    wanted = numbers(first) / (np.sqrt(numbers(restored_second)) + EPSILON)
-    found = numbers(restored_first) / (np.sqrt(numbers(restored_second)) + EPSILON)
+    """Return the relative error of the next update with the restored second moment, whose roots are the weights."""
+    root = np.sqrt(numbers(restored_second))
+    wanted, found = (np.sqrt(root) * numbers(each) / (root + EPSILON) for each in (first, restored_first))
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 

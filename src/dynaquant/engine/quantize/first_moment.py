@@ -2,7 +2,8 @@
 
 A grid of several root mean squares rounds most values to zero. What is left is shorter than the moment, and so would
 be all updates after a restore. So levels are decoded with another step than the one that made them: the moment keeps
-its length along its own direction, and the tolerance limits only the noise.
+its length along its own direction, and the tolerance limits only the noise. In both, the update of a weight counts by
+the root of its second moment. That is about as large as its gradient, so it counts by how much it lowers the loss.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def quantize_first_moment(
 
     An infinite tolerance drops it: all values become zero. first: finite with such a tolerance or a shard; otherwise
     one with other values is stored exactly. stored_second: the second moment as stored, under the name
-    ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update
-    with this second moment, on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what
+    ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update u
+    with this second moment v, ``sqrt(Σ sqrt(v)·Δu² / Σ sqrt(v)·u²)``, on a sample. It may be larger than 1: zeros have
+    the error 1, but no length. shard: what
     ``first`` is of the whole tensor; ``stored_second`` is of the same elements. None: it is all of it, and no other
     rank takes part in the decision. epsilon: of the optimizer.
     """
@@ -116,7 +118,7 @@ class _Fits:
 
     square: the sum of squares of the update. by_rung: four sums for each of ``FIRST_RUNGS``. m is the multiple of the
     step that a value is rounded to, w what turns a value into its update u: Σ u·w·m, Σ (w·m)²; and Σ u·w·p, Σ (w·p)²
-    over the outliers p, whose multiples count as zero.
+    over the outliers p, whose multiples count as zero. If there is a second moment, each update counts by its root.
     """
 
     square: float
