@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynaquant.cli import output
+from dynaquant.cli import main, output
 
 
 @pytest.mark.parametrize("columns", ["200", "60", "40"])
@@ -28,3 +28,10 @@ def test_no_name_controls_the_terminal(capsys):
     assert "first\\x07\nsecond ×\n" in shown
     assert "\x1b" not in shown
     assert "\x07" not in shown
+
+
+def test_no_name_in_an_error_controls_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dynaquant", "log", str(tmp_path / "run\x1b[2J")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "run\\x1b[2J does not exist" in capsys.readouterr().err

@@ -107,6 +107,15 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def print_error(text: str) -> None:
+    """Print a message to stderr."""
+    print(_printable_lines(text), file=sys.stderr)
+
+
 def shortened(text: str, most: int) -> str:
     """Return a text of at most so many characters: names differ at their ends, so the middle is left out."""
     if cell_len(text) <= most:
@@ -131,7 +140,7 @@ def print_(what: str | Table) -> None:
         if isinstance(what, Table) and "COLUMNS" not in os.environ:
             console.width = max(console.width, what.narrowest)
     if isinstance(what, str):
-        console.print("\n".join(map(printable, what.split("\n"))), soft_wrap=True)
+        console.print(_printable_lines(what), soft_wrap=True)
     else:
         console.print(what)
 
