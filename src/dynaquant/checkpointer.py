@@ -253,7 +253,7 @@ class Checkpointer:
         restorer = Restorer(
             self._run, self._objects, self._group, hashes, self._corrections, only, strict, damaged=self._damaged
         )
-        self._group.run_on_all_ranks(self.wait)
+        self._group.run_on_all_ranks(self._wait_for_run)
         self.skipped, self.not_restored = restorer.skipped, []
         if (loaded := restorer.restore(step)) is None:
             return None
@@ -295,17 +295,22 @@ class Checkpointer:
         """
         self._writer.thread.wait()
 
+    def _wait_for_run(self) -> None:
+        """Wait for the background write. Raises CheckpointError if the run's folder is gone or another one."""
+        self.wait()
+        self._run.check_lock()
+
     def records(self) -> list[Record]:
         """Return the records of the run's checkpoints, oldest commit first. Waits for the background write.
 
         Of several ranks, only rank 0 waits for what it writes; others may not see the last checkpoint yet.
         """
-        self.wait()
+        self._wait_for_run()
         return [record_of(listed) for listed in self._run.listing()[0]]
 
     def steps(self) -> list[int]:
         """Return the steps of the run's checkpoints, lowest first. Waits as ``records`` does."""
-        self.wait()
+        self._wait_for_run()
         return sorted(self._run.steps())
 
     def tag(self, name: str, step: int | None = None) -> None:
@@ -316,7 +321,7 @@ class Checkpointer:
 
         Raises CheckpointError if there is no such checkpoint, or if the name is not allowed.
         """
-        self.wait()
+        self._wait_for_run()
         if self._group.rank == 0:
             set_tag(self._run, name, self._run.newest() if step is None else self._run.file(step), force=True)
             self._run.delete_unneeded()  # exact weights of the checkpoint that had the tag

@@ -17,7 +17,7 @@ def test_a_failed_write_is_raised_once_at_the_next_save(tmp_path):
     ckpt.save(1).result()
     shutil.move(folder, tmp_path / "away")
     failed = ckpt.save(2)
-    with pytest.raises(dq.CheckpointError, match="no longer exists, so nothing was written"):
+    with pytest.raises(dq.CheckpointError, match="no longer exists, so nothing was read or written"):
         ckpt.save(3)
     assert isinstance(failed.exception(), dq.CheckpointError)
     shutil.move(tmp_path / "away", folder)
@@ -25,6 +25,19 @@ def test_a_failed_write_is_raised_once_at_the_next_save(tmp_path):
     ckpt.close()
     assert sorted(os.listdir(folder)) == ["step-000000000001.dqc", "step-000000000003.dqc"]
     assert bits(dq.load(folder)["optimizer"]) == bits(named_state(optimizer, model=model))
+
+
+@pytest.mark.parametrize("call", [dq.Checkpointer.restore, dq.Checkpointer.records, dq.Checkpointer.steps])
+def test_a_run_that_is_gone_is_not_taken_for_an_empty_one(call, tmp_path):
+    folder = tmp_path / "run"
+    with dq.Checkpointer(folder, *training_of(), **LOSSLESS) as ckpt:
+        ckpt.save(1).result()
+        shutil.move(folder, tmp_path / "away")
+        with pytest.raises(dq.CheckpointError, match="no longer exists"):
+            call(ckpt)
+        folder.mkdir()
+        with pytest.raises(dq.CheckpointError, match="another folder than the one"):
+            call(ckpt)
 
 
 def test_a_failed_write_is_raised_once_at_close(tmp_path):

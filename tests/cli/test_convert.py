@@ -201,6 +201,20 @@ def test_show_verify_and_export_accept_a_single_file(model, tmp_path):
     assert data("verify", small, code=1)["sound"] == 0
 
 
+def test_an_export_names_a_step_only_of_a_run(model, run, tmp_path):
+    call("compress", model, "-o", tmp_path / "m.dqc")
+    assert ": step" not in call("export", tmp_path / "m.dqc", "-o", tmp_path / "new.pt")
+    assert ": step" in call("export", run, "-o", tmp_path / "of_run.pt")
+
+
+@pytest.mark.parametrize("write", [save_file, torch.save])
+def test_a_path_that_is_not_utf_8_is_not_called_damaged(write, fails, tmp_path):
+    path = tmp_path / os.fsdecode(b"model\xff")
+    write({"weight": torch.ones(4)}, tmp_path / "model")
+    (tmp_path / "model").rename(path)
+    fails("its path is not UTF-8", "compress", path)
+
+
 def test_unpack_writes_the_files_that_were_packed(series, run, tmp_path, fails):
     call("unpack", run, "-o", tmp_path / "back")
     assert sorted(os.listdir(tmp_path / "back")) == [path.name for path in series]

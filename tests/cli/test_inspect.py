@@ -254,6 +254,16 @@ def test_verify_finds_damaged_checkpoints_and_their_dependent_deltas(tmp_path):
     assert call("verify", tmp_path, code=1).count("damaged:") == 2
 
 
+def test_verify_advises_to_delete_damaged_files_of_runs_only(tmp_path):
+    make_run(tmp_path / "run")
+    damage(tmp_path / "run", 40, "model.1.weight")
+    assert "put a damaged file back from a copy, or delete it" in call("verify", tmp_path / "run", code=1)
+    torch.save({}, tmp_path / "model.pt")  # perhaps the only one that there is
+    shown = call("verify", tmp_path / "model.pt", code=1)
+    assert "not a dynaquant checkpoint" in shown
+    assert "or delete it" not in shown
+
+
 @pytest.mark.parametrize("to", ["safetensors", "torch", "torch-state"])
 def test_export_holds_the_values_that_a_restore_returns(run, tmp_path, to):
     out = tmp_path / "model.out"

@@ -246,6 +246,9 @@ def test_a_branch_needs_a_folder_of_its_own(tmp_path):
     (tmp_path / "file").write_text("precious")
     with pytest.raises(dq.CheckpointError, match="is a file"):
         branch(run, run.file(1), tmp_path / "file")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(dq.CheckpointError, match="link is a link to nothing; a run needs a folder"):
+        branch(run, run.file(1), tmp_path / "link")
     assert contents(tmp_path / "old") == before
 
 

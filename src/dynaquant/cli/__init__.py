@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from dynaquant.cli import convert, demo, inspect, maintain, report, watch
+from dynaquant.cli import convert, demo, inspect, maintain, output, report, watch
 from dynaquant.errors import DynaquantError
 
 
@@ -107,10 +107,10 @@ def main() -> None:
     try:
         app()
     except (DynaquantError, OSError) as error:
-        print(f"dynaquant: {error}", file=sys.stderr)
+        output.print_error(f"dynaquant: {error}")
         for note in getattr(error, "__notes__", []):
-            print(f"  ({note})", file=sys.stderr)
+            output.print_error(f"  ({note})")
         sys.exit(1)
     except MemoryError:
-        print("dynaquant: out of memory; use a machine with more memory", file=sys.stderr)
+        output.print_error("dynaquant: out of memory; use a machine with more memory")
         sys.exit(1)

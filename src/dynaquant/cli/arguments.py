@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dynaquant.cli import output
 from dynaquant.errors import CheckpointError
 from dynaquant.store.files import non_file_kind
 
@@ -63,7 +63,7 @@ def open_run(folder: Path) -> tuple[Run, list[Listed]]:
 
 @cache
 def _warn_once(message: str) -> None:  # a command may open its run several times
-    print(message, file=sys.stderr)
+    output.print_error(message)
 
 
 def checkpoint(path: Path, step: str | None) -> CheckpointFile:

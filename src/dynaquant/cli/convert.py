@@ -272,8 +272,10 @@ def _must_not_be_read(stored: StoredCheckpoint, out: Path) -> None:
 
 
 def _say_written(stored: StoredCheckpoint, out: Path, notes: list[str], as_json: bool) -> None:
+    from dynaquant.store.run import is_of_run
+
     step, size = stored.file.header.step, output.size_of(out)
-    text = f"{out}: step {step}, {in_bytes(size)}"
+    text = f"{out}: {f'step {step}, ' if is_of_run(stored.file) else ''}{in_bytes(size)}"
     output.print_result(as_json, text, out=str(out), step=step, bytes=size, notes=notes)
     _print_notes([] if as_json else notes)
 

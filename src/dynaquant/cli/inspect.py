@@ -275,7 +275,7 @@ def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
     pointer = found_at(folder)
     if isinstance(pointer, Pointer) or folder.is_file():
         error = damage_of_file(pointer.file().path if isinstance(pointer, Pointer) else folder)
-        _print_verified(int(error is None), [] if error is None else [error], as_json)
+        _print_verified(int(error is None), [] if error is None else [error], as_json, of_run=False)
         return
     run, broken = run_of(folder)
     summaries = run.summaries()[0]
@@ -287,7 +287,7 @@ def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
     _print_verified(sound, [*failed, *errors], as_json)
 
 
-def _print_verified(sound: int, failed: list[CheckpointError], as_json: bool) -> None:
+def _print_verified(sound: int, failed: list[CheckpointError], as_json: bool, of_run: bool = True) -> None:
     from dynaquant.store.verifying import may_be_sound
 
     unreadable = [str(error) for error in failed if may_be_sound(error)]
@@ -302,7 +302,8 @@ def _print_verified(sound: int, failed: list[CheckpointError], as_json: bool) ->
         output.print_(f"{sound} of {sound + len(failed)} checkpoints decode to the values that were saved")
         if damaged:
             restored = "restore takes the newest of these; " if sound else ""
-            output.print_(f"{restored}put a damaged file back from a copy, or delete it")
+            delete = ", or delete it" if of_run else ""
+            output.print_(f"{restored}put a damaged file back from a copy{delete}")
     if failed:
         raise typer.Exit(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -142,7 +141,7 @@ def prune(
     text += f"{in_bytes(after)} instead of {in_bytes(before)}"
     output.print_result(as_json, text, deleted=deleted, kept=left, bytes=after, before=before, notes=notes)
     for note in notes:
-        print(f"dynaquant: {note}", file=sys.stderr)
+        output.print_error(f"dynaquant: {note}")
     if notes:
         raise typer.Exit(1)
 

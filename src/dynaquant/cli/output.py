@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import rich.box
 import rich.table
@@ -34,10 +34,11 @@ WIDTH = 80
 
 
 class Table:
-    """A table that fits the width that there is. The first column is text, the others are numbers.
+    """A table that fits the width that there is.
 
-    columns: their titles. optional: titles of columns that are left out of a narrow table, the first ones first. If
-    that is not enough, the widest column is cut in the middle.
+    columns: their titles. The first column, tags and a column without a title are text, the others are numbers.
+    optional: titles of columns that are left out of a narrow table, the first ones first. If that is not enough, the
+    widest text is cut in the middle, and then the last columns are left out: a number without its middle is another.
     """
 
     def __init__(self, *columns: str, optional: Sequence[str] = ()) -> None:
@@ -56,6 +57,9 @@ class Table:
         """The width without the optional columns."""
         return sum(self._width(i) for i in range(len(self._columns)) if i not in self._optional) + 1
 
+    def _is_text(self, column: int) -> bool:
+        return column == 0 or self._columns[column] in ("", "tags")
+
     def _width(self, column: int) -> int:
         """Return the width of a column with its padding and one border."""
         return 3 + max(cell_len(row[column]) for row in (self._columns, *self._rows))
@@ -65,18 +69,22 @@ class Table:
         for column in self._optional:
             if sum(widths.values()) >= options.max_width:
                 del widths[column]
-        excess = sum(widths.values()) + 1 - options.max_width
-        widest = max(widths, key=widths.__getitem__)
-        most = max(widths[widest] - 3 - max(excess, 0), 5)
-        fits = widths[widest] - 3 - most >= excess
+        while True:
+            excess = sum(widths.values()) + 1 - options.max_width
+            widest = max(filter(self._is_text, widths), key=widths.__getitem__)
+            longest = widths[widest] - 3
+            most = min(longest, max(longest - max(excess, 0), 5))
+            if (fits := longest - most >= excess) or len(widths) == 1:
+                break
+            del widths[max(widths)]
         if len(self._rows) > MOST_BY_RICH and fits:
             widths[widest] = most + 3
             yield from self._lines(widths, rich.box.HEAVY_HEAD.substitute(options))
             return
         shown = rich.table.Table(header_style="bold")
         for column in widths:
-            right = column > 0 and self._columns[column]  # a column without a title is text
-            shown.add_column(self._columns[column], justify="right" if right else "left", no_wrap=True)
+            justify: Literal["left", "right"] = "left" if self._is_text(column) else "right"
+            shown.add_column(self._columns[column], justify=justify, no_wrap=True)
         for row in self._rows:
             # As Text, so that rich does not interpret names as markup.
             shown.add_row(*(Text(shortened(row[i], most) if i == widest else row[i]) for i in widths))
@@ -91,7 +99,7 @@ class Table:
             for i, width in widths.items():
                 text = shortened(row[i], width - 3)
                 space = " " * (width - 3 - cell_len(text))
-                cells.append(f" {space}{text} " if i > 0 and self._columns[i] else f" {text}{space} ")
+                cells.append(f" {text}{space} " if self._is_text(i) else f" {space}{text} ")
             return f"{left}{middle.join(cells)}{right}\n"
 
         yield Segment(box.get_top(inner) + "\n")
@@ -105,6 +113,15 @@ class Table:
 def printable(text: str) -> str:
     """Return a text with escapes in place of characters that would control the terminal: a file may hold any name."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def print_error(text: str) -> None:
+    """Print a message to stderr."""
+    print(_printable_lines(text), file=sys.stderr)
 
 
 def shortened(text: str, most: int) -> str:
@@ -131,7 +148,7 @@ def print_(what: str | Table) -> None:
         if isinstance(what, Table) and "COLUMNS" not in os.environ:
             console.width = max(console.width, what.narrowest)
     if isinstance(what, str):
-        console.print("\n".join(map(printable, what.split("\n"))), soft_wrap=True)
+        console.print(_printable_lines(what), soft_wrap=True)
     else:
         console.print(what)
 

@@ -26,6 +26,9 @@ def read(path: Path, skip_objects: bool = False) -> WholeState:
             raise CheckpointError(f"{path} is {kind}, not a file; give a file or a folder")
         with path.open("rb") as file:
             start = file.read(9)
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path}: its path is not UTF-8, as PyTorch and safetensors need it; rename it") from None
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
     if start.startswith(MAGIC):

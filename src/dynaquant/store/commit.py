@@ -95,7 +95,7 @@ class WritableRun(Run):
         (self.folder / name).touch(exist_ok=False)
         return name
 
-    def _check_lock(self) -> None:
+    def check_lock(self) -> None:
         """Raise CheckpointError if the run was locked, and another folder has taken its place since."""
         if self._lock is not None:
             self._lock.check()
@@ -115,7 +115,7 @@ class WritableRun(Run):
         parts: whether parts are written before it is published. Until then nothing refers to them, so ``abandon`` must
         be called if the commit fails. If this process is killed, the next writer deletes them.
         """
-        self._check_lock()
+        self.check_lock()
         draft = Header(step, self._next_sequence(), parent, {}, (), {})
         if parts:
             self._begin_parts()
@@ -135,7 +135,7 @@ class WritableRun(Run):
             return
         self._parts_begun = False
         with suppress(CheckpointError, OSError):  # the next writer deletes what is left
-            self._check_lock()
+            self.check_lock()
             for leftover in self.parts_folder.glob(f"*{TEMPORARY}"):
                 leftover.unlink()
             self.delete_unneeded()
@@ -221,7 +221,7 @@ class WritableRun(Run):
     def delete_unneeded(self) -> None:
         """Delete what no checkpoint needs any more: frozen parameters, parts, replaced ones without a tag."""
         for path in unneeded(self, self._parts_begun):
-            self._check_lock()
+            self.check_lock()
             path.unlink(missing_ok=True)
         if not self._parts_begun:
             with suppress(OSError):  # it is not there, or not empty
@@ -255,7 +255,7 @@ class WritableRun(Run):
 
         draft: the header, without the entries of ``tensors``. identity: that the file must have, if it is re-coded.
         """
-        self._check_lock()
+        self.check_lock()
         temporary = path.with_name(path.name + TEMPORARY)
         with self._deleted_on_error(temporary, path):
             written = written_file(temporary, draft, tensors, labels, base, coder, again=identity is not None)
@@ -293,12 +293,12 @@ class WritableRun(Run):
     def _delete_uncommitted(self, path: Path) -> None:
         """Delete a file that has not become part of the run, but not in a folder that has taken the run's place."""
         with suppress(CheckpointError, OSError):  # the next writer deletes what is left
-            self._check_lock()
+            self.check_lock()
             path.unlink(missing_ok=True)
 
     def _rename(self, written: CheckpointFile, path: Path) -> CheckpointFile:
         """Give a verified file its final name and make the name durable. Returns the file under that name."""
-        self._check_lock()
+        self.check_lock()
         written.path.replace(path)
         sync_parent(path)
         renamed = written.renamed(path)
@@ -347,7 +347,7 @@ class WritableRun(Run):
 
     def delete(self, step: int) -> None:
         """Delete the file of a step, and its parts. The caller has made sure that no other checkpoint depends on it."""
-        self._check_lock()
+        self.check_lock()
         self.path(step).unlink()
         self.catalogue.forget(self.path(step).name)
         sync(self.folder)

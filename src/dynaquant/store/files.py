@@ -172,7 +172,8 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         there = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
-        raise CheckpointError(f"{there} is {non_file_kind(there) or 'a file'}; a run needs a folder") from None
+        what = non_file_kind(there) or ("a file" if there.exists() else "a link to nothing")
+        raise CheckpointError(f"{there} is {what}; a run needs a folder") from None
     for path in reversed(missing):
         sync_parent(path)
 

@@ -55,16 +55,17 @@ class WriterLock:
             there = _identity(os.stat(self._folder))
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
-                f"{self._folder} no longer exists, so nothing was written: it was moved or deleted, or the working "
-                "directory changed, while the run was open for writing; put it back, or close this Checkpointer and "
-                "create a new one"
+                f"{self._folder} no longer exists, so nothing was read or written: it was moved or deleted, or the "
+                "working directory changed, while the run was open for writing; put it back, or close this "
+                "Checkpointer and create a new one"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{self._folder}: cannot be read ({error.strerror}); nothing was written") from error
         if there != self._identity:
             raise CheckpointError(
-                f"{self._folder} is another folder than the one that was opened for writing, so nothing was written: "
-                "it was replaced meanwhile; put the old one back, or close this Checkpointer and create a new one"
+                f"{self._folder} is another folder than the one that was opened for writing, so nothing was read or "
+                "written: it was replaced meanwhile; put the old one back, or close this Checkpointer and create "
+                "a new one"
             )
         if self._file is not None:
             self._file.check()
