@@ -89,6 +89,7 @@ import torch
 torch.manual_seed(0)
 def size(state): return state["weight"].square().mean()
 def minus(state): return -size(state)
+def constant(state): return 1.0
 def broken(state): raise RuntimeError("no data")
 number = 3
 """
@@ -103,6 +104,15 @@ def test_a_metric_is_a_function_of_a_module_in_the_working_directory(model, tmp_
     quality = data("show", tmp_path / "m2.dqc")["quality"]
     assert quality["original"] < 0 <= quality["degradation"] <= 0.01
     assert str(tmp_path) not in sys.path
+
+
+def test_a_metric_that_does_not_decide_is_not_asked_for_again(model, tmp_path, monkeypatch):
+    (tmp_path / "metrics_constant.py").write_text(METRICS)
+    monkeypatch.chdir(tmp_path)
+    assert "use --metric" in call("compress", model, "-o", tmp_path / "m.dqc")
+    said = call("compress", model, "-o", tmp_path / "m2.dqc", "--metric", "metrics_constant:constant")
+    assert "quality: estimated from how far the weights move\n" in said
+    assert "note: evaluate does not tell weights apart" in said
 
 
 def test_invalid_metrics_and_options_give_exit_code_2(model, tmp_path, monkeypatch):

@@ -368,6 +368,7 @@ def test_an_exported_file_is_continued_without_dynaquant(tmp_path):
     first = checkpoints(tmp_path) / f"epoch=0-step={STEPS_PER_EPOCH}.ckpt"
     said = " ".join(call("export", first, "--to", "lightning", "-o", tmp_path / "out.ckpt").split())
     assert "does not restore random number generators" in said
+    assert 'for ckpt_path="best", export it to that path, too, with --force' in said
     plain = lightning.Trainer(
         accelerator="cpu",
         max_epochs=3,

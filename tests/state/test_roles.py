@@ -257,3 +257,10 @@ def test_an_integer_tensor_cannot_be_a_weight():
 def test_only_parameters_can_be_weights():
     with pytest.raises(StateError, match=r"model\.running_mean is not a parameter of a module"):
         labels_of({"model": nn.BatchNorm1d(2)}, {"*.running_mean": "weight"})
+
+
+@pytest.mark.parametrize("role", ["first_moment", "second_moment"])
+def test_tensors_of_models_cannot_be_moments(role):
+    # A checkpoint drops first moments: a restore would fill the weights with zeros.
+    with pytest.raises(StateError, match=r"model\.0\.bias is a tensor of a model, so it cannot be a moment"):
+        labels_of(two_layers(), {"model.*": role})

@@ -60,6 +60,15 @@ def test_a_weight_and_its_master_weights_in_an_optimizer_are_stored_once(tmp_pat
     assert size(tmp_path / "paired") < size(tmp_path / "apart") - model.weight.nbytes / 2
 
 
+def test_no_note_takes_master_weights_for_an_average(tmp_path):
+    model = half_model()
+    masters = nn.ParameterList([model.weight.detach().float()])
+    with dq.Checkpointer(tmp_path, model, optim.SGD(masters.parameters()), extras={"masters": masters}) as ckpt:
+        record = ckpt.save(STEP).result()
+    assert record.roles["weight"].raw == model.weight.nbytes + masters[0].nbytes
+    assert record.notes == []
+
+
 def test_a_zero_with_another_sign_is_another_value(tmp_path):
     model = half_model()
     with torch.no_grad():

@@ -137,6 +137,16 @@ def test_gradients_are_stored_on_request(tmp_path, end):
     assert bits(model.state_dict()) == bits(whole[0].state_dict())
 
 
+def test_no_note_takes_stored_gradients_for_an_average(tmp_path):
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dq.Checkpointer(tmp_path, model, optimizer, extras={"gradients": dq.Gradients(model)}) as ckpt:
+        model(torch.ones(1, 64)).sum().backward()
+        record = ckpt.save(1).result()
+    assert record.roles["exact"].raw > model.weight.nbytes
+    assert record.notes == []
+
+
 def test_sparse_gradients_are_stored_as_dense_ones(tmp_path):
     model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
     model(torch.tensor([3, 3, 7])).sum().backward()

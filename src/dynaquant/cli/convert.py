@@ -355,5 +355,6 @@ def _print_quality(record: Record) -> None:
             f"degradation {record.degradation:+.2%} (limit {max(record.limit or 0, 0):.2%})"
         )
     else:
-        output.print_("quality: estimated from how far the weights move; use --metric to measure it")
+        hint = "; use --metric to measure it" if quality is None else ""
+        output.print_(f"quality: estimated from how far the weights move{hint}")
     _print_notes(record.notes)

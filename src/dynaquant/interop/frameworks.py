@@ -327,8 +327,8 @@ def _of_lightning(stored: StoredCheckpoint, out: Path) -> list[str]:
     for path in map(Path, sorted(best)):
         if path.absolute() != out.absolute() and _is_pointer(path):
             notes.append(
-                f"the best checkpoint is {path}, which Lightning itself cannot read; export it, too, for "
-                'ckpt_path="best"'
+                f"the best checkpoint is {path}, which Lightning itself cannot read; for "
+                'ckpt_path="best", export it to that path, too, with --force'
             )
     return notes
 

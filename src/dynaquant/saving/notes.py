@@ -11,6 +11,7 @@ from torch import nn
 from dynaquant.engine.tensors.strides import has_gaps
 from dynaquant.saving.capture import Captured
 from dynaquant.state.roles import matches, optimizer_role
+from dynaquant.training.accumulated import Gradients
 from dynaquant.training.objects import RNG, class_of, optimizers_of
 
 
@@ -71,17 +72,19 @@ def notes_on_complex(captured: Captured, objects: Mapping[str, Any]) -> list[str
 
 
 def notes_on_exact_copies(
-    captured: Captured, objects: Mapping[str, Any], patterns: Collection[str], unchanged: Collection[str]
+    captured: Captured, objects: Mapping[str, Any], patterns: Collection[str], uncounted: Collection[str]
 ) -> list[str]:
     """Return a note for each object if tensors of the shapes of weights are stored exactly and a tenth of the state.
 
-    They may be an average of the user's own, a target network, or moments inside a wrapper of an optimizer. patterns:
-    the user's, over names of tensors, which decide on what matches them. unchanged: names of tensors that take no space
-    in further checkpoints. What an optimizer itself keeps does not count: `notes_on_exact_moments` speaks of that.
+    They may be an average of the user's own, a target network, or moments inside a wrapper of an optimizer. Stored
+    gradients do not count, nor does what an optimizer itself keeps: `notes_on_exact_moments` speaks of that. patterns:
+    the user's, over names of tensors, which decide on what matches them. uncounted: names of other tensors that do not
+    count: those that take no space in further checkpoints, and master weights.
     """
     tensors, labels = captured.tensors, captured.labels
     shapes = {tensors[name].shape for name, label in labels.items() if label.role == "weight"}
-    left_out = ("model.", f"{RNG}.", *(f"{name}.state." for name in optimizers_of(objects)))
+    gradients = (f"{name}." for name, thing in objects.items() if isinstance(thing, Gradients))
+    left_out = ("model.", f"{RNG}.", *(f"{name}.state." for name in optimizers_of(objects)), *gradients)
     copies = [
         name
         for name, label in labels.items()
@@ -89,7 +92,7 @@ def notes_on_exact_copies(
         and not name.startswith(left_out)
         and tensors[name].shape in shapes
         and tensors[name].is_floating_point()
-        and name not in unchanged
+        and name not in uncounted
         and name not in captured.differences.names  # they have a note of their own
         and not _decided(name, patterns, objects)
     ]

@@ -135,7 +135,8 @@ class TrainingSource:
             notes += notes_on_exact_moments(captured, self._objects, self._patterns)
             notes += notes_on_compared_gradients(captured)
             notes += notes_on_complex(captured, self._objects)
-            notes += notes_on_exact_copies(captured, self._objects, self._patterns, frozen.unchanged)
+            uncounted = {*frozen.unchanged, *master_of.values()}
+            notes += notes_on_exact_copies(captured, self._objects, self._patterns, uncounted)
 
         @cache
         def trained() -> dict[str, Tensor]:  # once, as it takes long for many tensors

@@ -275,6 +275,8 @@ def _why_not(
         return "is not a parameter of a module, so it cannot be a weight"
     if role == "omit" and not label.layer_type:
         return "is not a parameter or buffer of a module, so it cannot be omitted"
+    if role in ("first_moment", "second_moment") and _is_of_model(name):
+        return "is a tensor of a model, so it cannot be a moment of an optimizer"
     if role in ("weight", "average") and tensors[name].dtype not in QUANTIZABLE_DTYPES:
         return f"is {dtype_name(tensors[name].dtype)}, which cannot be quantized"
     return None
