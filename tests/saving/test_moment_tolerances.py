@@ -22,8 +22,8 @@ from dynaquant.store.run import Run
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.first_moments import windows_of
 
-FINEST = 0.25
-COARSEST = 1.25 ** (1 / 3)
+FINEST = 0.3
+COARSEST = 2 ** (1 / 3)
 """Just before a moment is dropped."""
 OF_SGD = 0.5
 
@@ -53,9 +53,9 @@ def test_moments_are_dropped_where_checkpoints_are_far_apart_and_kept_where_they
 
 
 def test_kept_moments_are_the_coarser_the_further_checkpoints_are_apart():
-    assert [tolerance(n) for n in (10, 40, 320)] == pytest.approx([(n / 320) ** (1 / 3) for n in (10, 40, 320)])
-    assert tolerance(100, "high") == pytest.approx(0.5)
-    assert tolerance(1, "small") == pytest.approx(0.05 ** (1 / 3))
+    assert [tolerance(n) for n in (10, 40, 320)] == pytest.approx([(n / 200) ** (1 / 3) for n in (10, 40, 320)])
+    assert tolerance(100, "high") == pytest.approx(0.2 ** (1 / 3))
+    assert tolerance(1, "small") == pytest.approx(0.08 ** (1 / 3))
 
 
 def test_moments_that_remember_longer_are_kept_for_longer_intervals():
@@ -64,7 +64,7 @@ def test_moments_that_remember_longer_are_kept_for_longer_intervals():
 
 def test_without_correction_moments_are_kept_for_longer_intervals():
     found = [tolerance(interval, corrected=False) for interval in (799, 800)]
-    assert found == [pytest.approx(2.5 ** (1 / 3), rel=0.01), DROPPED]
+    assert found == [pytest.approx(4 ** (1 / 3), rel=0.01), DROPPED]
 
 
 @pytest.mark.parametrize("corrected", [True, False])

@@ -17,13 +17,13 @@ from dynaquant.saving.presets import DROPPED, Preset
 from dynaquant.training.first_moments import MomentWindow
 
 ROUNDING = 1 + 1e-9
-LOST_BY_NOISE = 0.4
+LOST_BY_NOISE = 0.25
 """A restore loses the share ``LOST_BY_NOISE · t³`` of the steps that a moment with the error t remembers:
 docs/decisions.md, "How much does a restore lose by noise in first moments?"."""
 LOST_BY_NOISE_OF_SGD = 0.5
 """The same for SGD, whose update is the moment itself: docs/decisions.md, "What about the momentum of SGD?"."""
-FINEST = 0.25
-"""The tolerance of first moments is at least this, however close checkpoints lie: about 2 bits per weight."""
+FINEST = 0.3
+"""The tolerance of first moments is at least this, however close checkpoints lie: about 1.8 bits per weight."""
 OF_SGD, WINDOW_OF_SGD = 0.5, 10.0
 """The tolerance of momentum of SGD, as measured with this window: momentum 0.9. Noise lasts as long as the window, so
 in a longer one its square must be smaller: docs/decisions.md, "What about the momentum of SGD?"."""
