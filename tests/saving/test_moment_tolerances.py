@@ -22,9 +22,7 @@ from dynaquant.store.run import Run
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.first_moments import windows_of
 
-FINEST = 0.3
-COARSEST = 2 ** (1 / 3)
-"""Just before a moment is dropped."""
+FINEST, COARSEST = 0.25, 1.4
 OF_SGD = 0.5
 
 
@@ -44,27 +42,37 @@ def tolerance(interval, quality="balanced", beta=0.9, optimizer=torch.optim.Adam
 
 
 def test_moments_are_dropped_where_checkpoints_are_far_apart_and_kept_where_they_are_close():
-    assert [tolerance(interval) for interval in (1, 4, 400, 8000)] == [FINEST, FINEST, DROPPED, DROPPED]
-    assert tolerance(399) == pytest.approx(COARSEST, rel=0.01)
-    assert [tolerance(interval, "high") for interval in (2, 12, 1000)] == [FINEST, FINEST, DROPPED]
-    assert tolerance(999, "high") == pytest.approx(COARSEST, rel=0.01)
-    assert [tolerance(interval, "small") for interval in (25, 800)] == [DROPPED, DROPPED]
-    assert tolerance(24, "small") == pytest.approx(COARSEST, rel=0.02)
+    assert [tolerance(interval) for interval in (2, 157, 399, 400, 8000)] == [
+        FINEST,
+        COARSEST,
+        COARSEST,
+        DROPPED,
+        DROPPED,
+    ]
+    assert [tolerance(interval, "high") for interval in (5, 12, 392, 999, 1000)] == [
+        FINEST,
+        FINEST,
+        COARSEST,
+        COARSEST,
+        DROPPED,
+    ]
+    assert [tolerance(interval, "small") for interval in (24, 25)] == [COARSEST, DROPPED]
 
 
 def test_kept_moments_are_the_coarser_the_further_checkpoints_are_apart():
-    assert [tolerance(n) for n in (10, 40, 320)] == pytest.approx([(n / 200) ** (1 / 3) for n in (10, 40, 320)])
-    assert tolerance(100, "high") == pytest.approx(0.2 ** (1 / 3))
-    assert tolerance(1, "small") == pytest.approx(0.08 ** (1 / 3))
+    assert [tolerance(interval) for interval in (10, 40, 120)] == pytest.approx(
+        [math.sqrt(n / 80) for n in (10, 40, 120)]
+    )
+    assert tolerance(100, "high") == pytest.approx(math.sqrt(0.5))
+    assert tolerance(20, "high") == pytest.approx(math.sqrt(0.1))
 
 
 def test_moments_that_remember_longer_are_kept_for_longer_intervals():
-    assert [tolerance(interval, beta=0.98) for interval in (1999, 2000)] == [pytest.approx(COARSEST, rel=0.01), DROPPED]
+    assert [tolerance(interval, beta=0.98) for interval in (1999, 2000)] == [COARSEST, DROPPED]
 
 
 def test_without_correction_moments_are_kept_for_longer_intervals():
-    found = [tolerance(interval, corrected=False) for interval in (799, 800)]
-    assert found == [pytest.approx(4 ** (1 / 3), rel=0.01), DROPPED]
+    assert [tolerance(interval, corrected=False) for interval in (799, 800)] == [COARSEST, DROPPED]
 
 
 @pytest.mark.parametrize("corrected", [True, False])

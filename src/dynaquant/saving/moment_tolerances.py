@@ -17,13 +17,13 @@ from dynaquant.saving.presets import DROPPED, Preset
 from dynaquant.training.first_moments import MomentWindow
 
 ROUNDING = 1 + 1e-9
-LOST_BY_NOISE = 0.25
-"""A restore loses the share ``LOST_BY_NOISE · t³`` of the steps that a moment with the error t remembers:
-docs/decisions.md, "How much does a restore lose by noise in first moments?"."""
+LOST_BY_NOISE = 0.1
+"""A restore loses this share of the steps that a moment remembers for an error t² = 1 of a stored moment. Measured:
+docs/decisions.md, "How much does a restore lose without first moments?"."""
 LOST_BY_NOISE_OF_SGD = 0.5
 """The same for SGD, whose update is the moment itself: docs/decisions.md, "What about the momentum of SGD?"."""
-FINEST = 0.3
-"""The tolerance of first moments is at least this, however close checkpoints lie: about 1.8 bits per weight."""
+FINEST, COARSEST = 0.25, 1.4
+"""The tolerance of first moments that are kept: about 2 and 0.4 bits per weight."""
 OF_SGD, WINDOW_OF_SGD = 0.5, 10.0
 """The tolerance of momentum of SGD, as measured with this window: momentum 0.9. Noise lasts as long as the window, so
 in a longer one its square must be smaller: docs/decisions.md, "What about the momentum of SGD?"."""
@@ -133,5 +133,6 @@ def tolerances_of(windows: Mapping[str, MomentWindow], preset: Preset, interval:
             longer = max(window.steps / (WINDOW_OF_SGD * ROUNDING), 1.0)
             tolerances[name] = OF_SGD / math.sqrt(longer) if allowed <= fine * ROUNDING else DROPPED
         else:
-            tolerances[name] = max(math.cbrt(allowed / (LOST_BY_NOISE * window.steps)), FINEST)
+            noise = math.sqrt(allowed / (LOST_BY_NOISE * window.steps))
+            tolerances[name] = min(max(noise, FINEST), COARSEST)
     return tolerances
