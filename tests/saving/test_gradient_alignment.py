@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import dynaquant as dq
 from dynaquant.engine.shards import WHOLE
 from dynaquant.saving.gradient_alignment import NOTE, gradient_alignment
+from dynaquant.saving.moment_tolerances import SECOND_BESIDE_EXACT
 
 UNITS = {"equal": [1.0] * 8, "other": [30, 0.03, 10, 0.1, 1, 1, 30, 0.03]}
 
@@ -79,3 +80,14 @@ def test_a_checkpoint_without_a_metric_loses_little_in_any_units(tmp_path, units
     restored = Fit(UNITS[units]).model
     dq.load_into(restored, tmp_path)
     assert fit.held_out(restored) < 1.02 * fit.held_out(fit.model)
+
+
+def test_features_of_other_units_do_not_make_moments_finer(tmp_path):
+    fit = Fit(UNITS["other"])
+    fit.train(50)
+    with dq.Checkpointer(tmp_path, fit.model, fit.optimizer, evaluate=fit.held_out, every=50) as ckpt:
+        ckpt.save(50)
+    second = fit.optimizer.state[fit.model[0].weight]["exp_avg_sq"]
+    stored = dq.load(tmp_path)["optimizer"]["state"]["model.0.weight"]["exp_avg_sq"]
+    change = ((second / stored).sqrt() - 1).square().mean().sqrt()
+    assert SECOND_BESIDE_EXACT < float(change) <= 0.2

@@ -108,10 +108,11 @@ class Compressor:
             if self.preset is not None:
                 energy = run(lambda: source.energy(weights))
                 alignment = run(lambda: source.alignment(weights))
-            trust = energy.trust(memory.strongest_gradients) * alignment
+            trust = energy.trust(memory.strongest_gradients)
+            allowed = self._largest if budget is None else budget.allowed
             # Ranks must come to the same decisions.
-            limits = self._group.from_rank_0(
-                Limits(self._largest if budget is None else budget.allowed, last_resort=self._largest, trust=trust)
+            limits, are_weak = self._group.from_rank_0(
+                (Limits(allowed, last_resort=self._largest, trust=trust * alignment), trust < 1)
             )
             limit = limits.of_estimate.allowed if self._manager.judges_by_distortion else limits.allowed
             last = self._usable_last_weights(limit, memory)
@@ -120,7 +121,7 @@ class Compressor:
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
             if decision.judged_by not in (None, "evaluate"):
-                if limits.trust < alignment:
+                if are_weak:
                     notes.append(gradient_energy.NOTE)
                 if alignment < 1:
                     notes.append(gradient_alignment.NOTE)
@@ -132,7 +133,7 @@ class Compressor:
             if decision.configuration is not None:
                 quantized = _together(compared.unchanged, decision.quantized)
             assembled = self._assembled(
-                source, _together(bounded, quantized), self._tolerances(source, decision, limits)
+                source, _together(bounded, quantized), self._tolerances(source, decision, are_weak)
             )
         # A master weight is stored instead of its half-precision weight, and gets that weight's label.
         labels = {**source.labels, **{master: source.labels[name] for name, master in source.master_of.items()}}
@@ -200,12 +201,12 @@ class Compressor:
         decided = {name: partial(dequantize, form) for name, form in {**compared.unchanged, **bounded}.items()}
         return self._manager.decide(prepared, decided, memory.search, limits), list(notes)
 
-    def _tolerances(self, source: Source, decision: Decision, limits: Limits) -> MomentTolerances | None:
-        """Return how coarse moments may be. None: they are stored exactly."""
+    def _tolerances(self, source: Source, decision: Decision, are_weak: bool) -> MomentTolerances | None:
+        """Return how coarse moments may be. None: they are stored exactly. are_weak: whether gradients are, by now."""
         if self.preset is None or not self.method.quantizes_moments:
             return None
         found = MomentTolerances(self.preset.first_tolerance, self.preset.second_tolerance, source.first_tolerances)
-        return found.beside_exact_weights() if decision.configuration is None or limits.trust < 1 else found
+        return found.beside_exact_weights() if decision.configuration is None or are_weak else found
 
     def _assembled(
         self, source: Source, quantized: Mapping[str, Form], tolerances: MomentTolerances | None
