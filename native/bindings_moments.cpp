@@ -190,8 +190,8 @@ void bind_moments(nb::module_& m) {
     m.def("update_fits", &update_fits, "firsts"_a.noconvert(), "seconds"_a.noconvert(), "epsilon"_a,
           "inverses"_a.noconvert(), "fits"_a.noconvert(),
           "Fills what grid_fits does for first moments in units of the roots of second moments, weighted as updates\n"
-          "m / (sqrt(v) + epsilon) are, each of which counts by sqrt(v). Returns the sum of the squares of updates, which\n"
-          "count alike, and the largest magnitude of a first moment.");
+          "m / (sqrt(v) + epsilon) are, each of which counts by sqrt(v). Returns the sum of the squares of updates,\n"
+          "counted alike, and the largest magnitude of a first moment.");
     m.def("root_changes", &root_changes, "values"_a.noconvert(), "decoded"_a.noconvert(), "negligible"_a,
           "Returns of the values above zero, but for those that are negligible before and after: whether one is decoded\n"
           "to zero or infinity, the sum of (sqrt(value / decoded) - 1)², and how many there are.");

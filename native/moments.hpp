@@ -52,7 +52,8 @@ struct MomentGrid {
 
 // Returns the first grid, of the steps at these rungs, that changes the update by at most the tolerance; none if there is
 // no such grid. Levels are decoded with another step than the one that made them, so that the moment keeps its length
-// along its own direction: what is left after rounding is shorter. squares: of the updates, as the fits count them. fits: of each step.
+// along its own direction: what is left after rounding is shorter. squares: of the updates, counted as in the fits. fits:
+// of each step.
 std::optional<MomentGrid> coarsest(double squares, std::span<const GridFit> fits, std::span<const std::int32_t> rungs,
                                    double tolerance);
 

@@ -144,6 +144,10 @@ def _is_copy(given: Tensor | None, parameter: Tensor) -> bool:
     return torch.equal(local_of(given).to(own.device), own)
 
 
+_OWN = ("state", "param_groups", "defaults")
+"""What every optimizer has. It holds tensors, thousands of them in a large model."""
+
+
 def notes_on_inner_optimizers(objects: Mapping[str, Any]) -> list[str]:
     """Return a note for each optimizer inside another one, as in SAM, whose state is in no state dict."""
     given = {id(thing) for thing in objects.values()}
@@ -153,7 +157,7 @@ def notes_on_inner_optimizers(objects: Mapping[str, Any]) -> list[str]:
         "optimizer={'inner': …, 'outer': …}"
         for name, thing in objects.items()
         if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict
-        for inner in leaves(vars(thing))
+        for inner in leaves({key: value for key, value in vars(thing).items() if key not in _OWN})
         if isinstance(inner, Optimizer) and inner.state and inner.state is not thing.state and id(inner) not in given
     ]
 

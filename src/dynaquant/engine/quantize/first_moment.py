@@ -61,9 +61,8 @@ def quantize_first_moment(
     one with other values is stored exactly. stored_second: the second moment as stored, under the name
     ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update u
     with this second moment v, ``sqrt(Σ sqrt(v)·Δu² / Σ sqrt(v)·u²)``, on a sample. It may be larger than 1: zeros have
-    the error 1, but no length. shard: what
-    ``first`` is of the whole tensor; ``stored_second`` is of the same elements. None: it is all of it, and no other
-    rank takes part in the decision. epsilon: of the optimizer.
+    the error 1, but no length. shard: what ``first`` is of the whole tensor; ``stored_second`` is of the same elements.
+    None: it is all of it, and no other rank takes part in the decision. epsilon: of the optimizer.
     """
     if tolerance == math.inf:
         return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
