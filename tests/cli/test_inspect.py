@@ -333,6 +333,19 @@ def test_prune_deletes_old_checkpoints_and_changes_no_value_of_the_others(tmp_pa
     assert data("verify", tmp_path)["sound"] == 2
 
 
+@pytest.mark.parametrize("options", [["--dry-run"], []])
+def test_prune_promises_and_deletes_nothing_beside_a_file_that_cannot_be_read_now(tmp_path, fails, options):
+    make_run(tmp_path)
+    file = Run(tmp_path).path(60)
+    hidden = file.read_bytes()
+    file.unlink()
+    file.symlink_to(file)  # opening it is an OSError, as on a disk that fails for a moment
+    fails("cannot be read", "prune", tmp_path, "--keep-last", 1, *options)
+    file.unlink()
+    file.write_bytes(hidden)
+    assert len(data("log", tmp_path)) == 4
+
+
 def test_prune_needs_an_option(run):
     assert len(data("log", run)) == 4
     call("prune", run, code=2)

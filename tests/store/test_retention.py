@@ -2,6 +2,7 @@
 
 import pytest
 from committed import assert_holds, checkpoint_of, damage_levels, series
+from full_disk import files_of_at_most
 from hypothesis import given
 from hypothesis import strategies as st
 from rewritten import rewrite
@@ -208,6 +209,19 @@ def test_nothing_is_deleted_while_a_header_cannot_be_read(run):
     run.path(2).write_bytes(hidden)
     for checkpoint in made:
         assert_holds(run, checkpoint)
+
+
+def test_on_a_full_disk_what_nothing_depends_on_is_deleted(run):
+    made = series(run, [1, 2])
+    _, base = run.commit(checkpoint_of(3, {"w": randn(80, 50)}), None)
+    made.append(checkpoint_of(4, {"w": randn(80, 50)}))
+    run.commit(made[-1], base)
+    with files_of_at_most(0), pytest.raises(OSError, match="step-000000000004"):  # no space for it without its parent
+        prune(run, Retention(Keep(last=1)))
+    assert parents(run) == {3: None, 4: 3}
+    assert_holds(run, made[-1])
+    assert prune(run, Retention(Keep(last=1))) == []
+    assert parents(run) == {4: None}
 
 
 def test_a_file_that_cannot_be_read_is_left_alone(run):

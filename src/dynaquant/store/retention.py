@@ -188,11 +188,11 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
     """Return the steps of a run that the retention does not keep and that have no tag.
 
     damaged: steps whose files are known not to decode. They and their dependent deltas do not count as kept. Raises
-    CheckpointError if a tag cannot be read now.
+    CheckpointError if a tag or a header cannot be read now.
     """
     if retention.keep.keeps_all:
         return []
-    summaries = run.summaries()[0]
+    summaries = _readable_summaries(run)
     usable = {checkpoint.step for checkpoint in chain_lengths(summaries, damaged)}
     named = {(tag.step, tag.identity) for tag in tags_of(run)}
     tagged = {summary.step for summary in summaries if (summary.step, summary.identity) in named}
@@ -243,17 +243,37 @@ def damaged_among_kept(
 
 
 def prune(run: WritableRun, retention: Retention, damaged: Collection[int] = ()) -> list[str]:
-    """Delete ``steps_to_delete``. The caller has locked the run. Returns the notes of ``recode_dependents``."""
+    """Delete ``steps_to_delete``. The caller has locked the run. Returns the notes of ``recode_dependents``.
+
+    What no kept checkpoint depends on goes first: on a full disk, that makes space for the files that re-coding writes.
+    """
+    deleted: list[int] = []
     try:
         steps = steps_to_delete(run, retention, damaged)
-        if not steps:
-            return []
-        needed, notes = recode_dependents(run, steps)
+        used = _steps_with_dependents(_readable_summaries(run), steps)
+        deleted += _delete(run, [step for step in steps if step not in used])
+        needed, notes = recode_dependents(run, used)
+        deleted += _delete(run, [step for step in steps if step in used - needed])
     except CheckpointError as error:
-        return [f"nothing was deleted: {error}"]
-    deleted = [step for step in steps if step not in needed]
-    for step in reversed(deleted):  # children first, so that the others can be loaded after a crash in between
-        run.delete(step)
+        notes = [f"{'not everything' if deleted else 'nothing'} was deleted: {error}"]
     if deleted:
-        log.info("deleted %s %s", "steps" if len(deleted) > 1 else "step", ", ".join(map(str, deleted)))
+        log.info("deleted %s %s", "steps" if len(deleted) > 1 else "step", ", ".join(map(str, sorted(deleted))))
     return notes
+
+
+def _steps_with_dependents(summaries: list[Summary], steps: Collection[int]) -> set[int]:
+    """Return those of ``steps`` that another checkpoint of the run needs, through whatever chain. summaries: in order."""
+    by_step = {summary.step: summary for summary in summaries}
+    used: set[int] = set()
+    for summary in reversed(summaries):  # children come before their parents
+        others_need_it = summary.step not in steps or summary.step in used
+        if others_need_it and summary.parent and _depends_on(summary, steps, by_step):
+            used.add(summary.parent.step)
+    return used
+
+
+def _delete(run: WritableRun, steps: list[int]) -> list[int]:
+    """Delete checkpoints, children first, so that the others can be loaded after a crash in between."""
+    for step in reversed(steps):
+        run.delete(step)
+    return steps
