@@ -170,8 +170,7 @@ def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
     else:
         values = flat[levels == PROTECTED]
     largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity
-    bits: NDArray[np.uint16] = values.clamp(-largest, largest).to(half).cpu().view(torch.uint16).numpy()
-    return bits
+    return values.clamp(-largest, largest).to(half).cpu().view(torch.uint16).numpy()
 
 
 def _encode_rearranged(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Rearranged, bytes]:

@@ -175,16 +175,14 @@ def round_to_log_grid(
 def _chunks_of_sample(shard: Shard, turns: int) -> NDArray[np.int32]:
     """Return the chunk of each value of a sample."""
     rows: NDArray[np.int64] = held(shard).numpy() // max(math.prod(shard.local_shape[1:]), 1)
-    found: NDArray[np.int32] = _chunks_of_rows(shard, turns)[rows]
-    return found
+    return _chunks_of_rows(shard, turns)[rows]
 
 
 def _chunks_of_rows(shard: Shard, turns: int) -> NDArray[np.int32]:
     """Return the chunk of each row that the rank holds: a tensor has as many chunks of rows as turns, at most."""
     if not shard.shape:
         return np.zeros(1, dtype=np.int32)
-    found: NDArray[np.int32] = (shard.indices(0) * turns // max(shard.shape[0], 1)).astype(np.int32)
-    return found
+    return (shard.indices(0) * turns // max(shard.shape[0], 1)).astype(np.int32)
 
 
 def _powers(
@@ -195,8 +193,7 @@ def _powers(
     powers[_buckets(values) == 0] = 0
     if dtype == torch.float32:
         return powers
-    found: NDArray[np.float32] = saturating_cast(torch.from_numpy(powers), dtype).to(torch.float32).numpy()
-    return found
+    return saturating_cast(torch.from_numpy(powers), dtype).to(torch.float32).numpy()
 
 
 @cache
@@ -252,5 +249,4 @@ def _turns(at: NDArray[np.int16], pace: int, turns: int, chunks: NDArray[np.int3
 
 def _turn(down: NDArray[np.int32], turns: int, chunks: NDArray[Any] | int) -> NDArray[np.int32]:
     """Return the turn of values above these powers. One that has gone up or down gets another turn."""
-    found: NDArray[np.int32] = (chunks - (turns * 5 // 8 | 1) * down) & (turns - 1)
-    return found
+    return (chunks - (turns * 5 // 8 | 1) * down) & (turns - 1)
