@@ -109,7 +109,7 @@ def _axes(tensor: Tensor, shard: Shard, largest: float) -> Axes:
     width = shard.shape[1:].numel()
     if min(height, width) == 1:
         return (shard.among_zeros(tensor.detach().reshape(-1).double().cpu().numpy()),)
-    rows, columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
+    rows, columns = shard.axes
     if not tensor.numel():
         return np.zeros(height), np.zeros(width)
     row_sums, column_sums = _squares(tensor.detach().reshape(tensor.shape[0], -1), _SAFE[0] < largest < _SAFE[1])

@@ -82,9 +82,8 @@ def quantize_rank_one(
     if tensor.ndim < 2:
         return None
     shard = shard or Shard.whole(tensor.shape)
-    local_rows, local_columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
-    height = shard.shape[0]
-    sums = yield from total(*_row_and_column_sums(tensor, local_rows, local_columns))
+    axes, height = shard.axes, shard.shape[0]
+    sums = yield from total(*_row_and_column_sums(tensor, axes))
     if not len(sums) or not shard.shape.numel():
         return None
     levels = np.empty(height, dtype=np.uint8), np.empty(len(sums) - height, dtype=np.uint8)
@@ -93,7 +92,7 @@ def quantize_rank_one(
     found = _native.rank_one(sums[:height], sums[height:], positions(), *levels, classes, negligible)
     if found is None:
         return None
-    bins, axes = list(found), (local_rows, local_columns)
+    bins = list(found)
 
     def stored() -> RankOne:
         rows, columns = (_local(factor(b, each), axis) for b, each, axis in zip(bins, levels, axes, strict=True))
@@ -140,16 +139,13 @@ def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:
     return -float(found[0]), float(found[1])
 
 
-def _row_and_column_sums(tensor: Tensor, rows: Shard, columns: Shard) -> tuple[NDArray[np.float64], ...]:
-    """Return the local sums of rows and of columns, each among those of the whole tensor.
-
-    rows, columns: which of them the rank holds.
-    """
+def _row_and_column_sums(tensor: Tensor, axes: tuple[Shard, Shard]) -> tuple[NDArray[np.float64], ...]:
+    """Return the local sums of rows and of columns, each among those of the whole tensor."""
     if not tensor.numel():
-        return tuple(np.zeros(axis.shape.numel()) for axis in (rows, columns))
+        return tuple(np.zeros(axis.shape.numel()) for axis in axes)
     matrix = tensor.detach().reshape(tensor.shape[0], -1)
     sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
-    return tuple(axis.among_zeros(own) for axis, own in zip((rows, columns), sums, strict=True))
+    return tuple(axis.among_zeros(own) for axis, own in zip(axes, sums, strict=True))
 
 
 def _local(factor: QuantizedTensor, axis: Shard) -> QuantizedTensor:
