@@ -33,11 +33,6 @@ class RankOne(Form):
     rows: QuantizedTensor
     columns: QuantizedTensor
 
-    @property
-    def factor_levels(self) -> tuple[QuantizedTensor, ...]:
-        """The tensors of levels whose outer product its values are: rows and columns."""
-        return self.rows, self.columns
-
     @cached_property
     def _factor_values(self) -> tuple[Tensor, Tensor]:
         """The values of rows and columns, on the host."""

@@ -50,10 +50,6 @@ def _buckets(flat: Tensor) -> Tensor:
     return _top_bits(flat).to(torch.int32) & 0xFFFF
 
 
-def _look_up(table: Tensor, index: Tensor) -> Tensor:
-    return table.index_select(0, index)
-
-
 def total(tensor: Tensor) -> Tensor:
     flat = _flat(tensor)
     # Sums in float64 make a copy of their input, so a large tensor is added up in pieces.
@@ -121,9 +117,9 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
     other = None if sensitivity is None else (_flat(sensitivity[0]), torch.from_numpy(sensitivity[1]).to(tensor.device))
     for piece in _pieces(flat.numel()):
-        level = _look_up(magnitude_table, _buckets(flat[piece]))
+        level = magnitude_table.index_select(0, _buckets(flat[piece]))
         if other is not None:
-            by_sensitivity = _look_up(other[1], _buckets(other[0][piece].to(torch.float32)))
+            by_sensitivity = other[1].index_select(0, _buckets(other[0][piece].to(torch.float32)))
             undecided = by_sensitivity == _native.UNDECIDED
             level = torch.where(undecided | (level == _native.LEVEL_PROTECTED), level, by_sensitivity)
         levels[piece] = level
@@ -143,10 +139,10 @@ def levels_in_turns(
     below, above, ups, of_rows = torch.split(tables, [len(low), len(high), goes_up.size, len(turns)])
     for piece in _pieces(flat.numel()):
         buckets = _buckets(flat[piece])
-        level = _look_up(below, buckets)
+        level = below.index_select(0, buckets)
         rows = torch.arange(piece.start, piece.stop, device=tensor.device) // width
-        index = _look_up(of_rows, rows).to(torch.int32) * 256 + level
-        levels[piece] = torch.where(_look_up(ups, index).bool(), _look_up(above, buckets), level)
+        index = of_rows.index_select(0, rows).to(torch.int32) * 256 + level
+        levels[piece] = torch.where(ups.index_select(0, index).bool(), above.index_select(0, buckets), level)
     return levels
 
 
@@ -242,7 +238,7 @@ def values(
         raise ValueError("the number of protected values differs from the number of protected levels")
     out = torch.empty(levels.size, dtype=table.dtype, device=device) if out is None else out
     for piece in _pieces(levels.size):
-        out[piece] = _look_up(moved_table, moved_levels[piece].to(torch.int32))
+        out[piece] = moved_table.index_select(0, moved_levels[piece].to(torch.int32))
     if len(protected):
         shift = 16 if table.dtype == torch.float32 else 0
         bits = torch.from_numpy((protected.astype(np.int32) << shift).astype(np.int32 if shift else np.uint16))

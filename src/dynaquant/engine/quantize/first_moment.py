@@ -20,12 +20,11 @@ from torch import Tensor
 from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import pieces
-from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor, protected_values
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment, in_units, levels_in_units
 from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
 from dynaquant.engine.quantize.grid import quantize
-from dynaquant.engine.quantize.log_grid import NO_OUTLIERS
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Reduction, total
 from dynaquant.engine.tensors.codebook import (
@@ -68,11 +67,12 @@ def quantize_first_moment(
         return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
     if (yield from total(_is_divided_by_zero(first, stored_second, epsilon)))[0]:
         return None
+    held = shard or Shard.whole(first.shape)
+    exact, second = sample(first, held), sample_stored(stored_second, held)
     if shard is None:
-        sampled = _samples(first, stored_second, Shard.whole(first.shape))
-        steps = _native.coarsest_update(*sampled, epsilon.assumed, rungs(0), inverses(0), tolerance)
+        steps = _native.coarsest_update(exact, second, epsilon.assumed, rungs(0), inverses(0), tolerance)
     else:
-        steps = yield from _coarsest(0, _fits_of_update(*_samples(first, stored_second, shard), epsilon), tolerance)
+        steps = yield from _coarsest(0, _fits_of_update(exact, second, epsilon), tolerance)
     if steps is None or (units := _units_on_grid(first, stored_second, *steps)) is None:
         return None
     return ScaledMoment(first.dtype, units, stored_second, second_name)
@@ -122,13 +122,6 @@ class _Fits:
 
     square: float
     by_rung: NDArray[np.float64]
-
-
-def _samples(
-    first: Tensor, stored_second: QuantizedTensor | RankOne, shard: Shard
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the samples of a first moment and its stored second moment."""
-    return sample(first, shard), sample_stored(stored_second, shard)
 
 
 def _fits_of_update(exact: NDArray[np.float32], second: NDArray[np.float32], epsilon: Epsilon) -> _Fits:
@@ -205,14 +198,10 @@ def units_of_levels(
 
 def _on_grid(tensor: Tensor, rung: int, decoded: int) -> QuantizedTensor:
     """Return levels of the step ``rung``, decoded with the step ``decoded``. Outliers are as they were."""
-    return _with_step(quantize(tensor, rung), decoded)
-
-
-def _with_step(quantized: QuantizedTensor, rung: int) -> QuantizedTensor:
-    return replace(quantized, codebook=Grid(rung, quantized.codebook.bins))
+    quantized = quantize(tensor, rung)
+    return replace(quantized, codebook=Grid(decoded, quantized.codebook.bins))
 
 
 def _all_zero(dtype: torch.dtype, shape: torch.Size) -> QuantizedTensor:
-    """Return a tensor of zeros."""
     levels = np.zeros(shape.numel(), dtype=np.uint8)
-    return QuantizedTensor(dtype, shape, levels, Grid(0, 0), np.zeros(0, dtype=np.uint16))
+    return QuantizedTensor(dtype, shape, levels, Grid(0, 0), NO_OUTLIERS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import dequantize, piece_length, pieces
-from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor, protected_values
 from dynaquant.engine.kernels.host import grid_levels_and_errors
 from dynaquant.engine.tensors.codebook import FIRST_BIN, MAX_BINS, Grid, rung_value
 from dynaquant.engine.tensors.shard import Shard
@@ -42,7 +42,7 @@ def _begun(tensor: Tensor, rung: int, levels: Tensor, highest: Callable[[], int]
 
     def finish() -> QuantizedTensor:
         wanted = highest() - FIRST_BIN + 1
-        protected = protected_values(tensor, levels) if wanted > MAX_BINS else np.zeros(0, dtype=np.uint16)
+        protected = protected_values(tensor, levels) if wanted > MAX_BINS else NO_OUTLIERS
         bins = min(max(wanted, 0), MAX_BINS)
         return QuantizedTensor(tensor.dtype, tensor.shape, copied(), Grid(rung, bins), protected)
 

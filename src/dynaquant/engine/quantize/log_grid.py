@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynaquant import _native
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor
 from dynaquant.engine.quantize.moment_sample import held
 from dynaquant.engine.reduction import Reduction, total
 from dynaquant.engine.tensors.codebook import (
@@ -37,8 +37,6 @@ POSITIONS_PER_RUNG = 16
 """Values are rounded by their positions between two powers, in sixteenths of a rung."""
 GRID_TURNS = 64
 """Turns of the values of a tensor. Rows in a chunk have the same turn."""
-NO_OUTLIERS = np.zeros(0, np.uint16)
-"""On a logarithmic grid, no value is stored as an outlier."""
 Extremes = tuple[float, float]
 """The smallest value of a tensor that is at least ``SMALLEST``, infinity if there is none; and the largest value."""
 
@@ -86,7 +84,6 @@ def quantize_to_log_grid(
     if found is None:
         return None
     first, bins = found
-
     codebook, kernel = LogGrid(pace, first, bins), kernels.for_device(tensor.device)
     position, rest = divmod(threshold.value, threshold.turns)
     low, high = (_level_table(tensor.dtype, pace, up_from, first) for up_from in (position + (rest > 0), position))

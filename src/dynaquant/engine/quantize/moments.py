@@ -14,7 +14,7 @@ from dynaquant.engine.forms.form import Form
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
-from dynaquant.engine.label import Label, Role
+from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.epsilon import Epsilon, epsilon_with
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.engine.quantize.second_moment import quantize_second_moment
@@ -71,11 +71,9 @@ def quantize_moments(
         assert shape == shard.local_shape, name
         return shard
 
-    of_role: dict[Role, list[str]] = {"second_moment": [], "first_moment": []}
-    for name in tensors:
-        if (found := of_role.get(labels[name].role)) is not None:
-            found.append(name)
-    moments = [*of_role["second_moment"], *of_role["first_moment"]]
+    of_seconds = [name for name in tensors if labels[name].role == "second_moment"]
+    of_firsts = [name for name in tensors if labels[name].role == "first_moment"]
+    moments = [*of_seconds, *of_firsts]
     # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
     alone = moments if reduce is None else []
     small = {name: values for name in alone if (values := small_values(tensors[name])) is not None}
@@ -105,13 +103,8 @@ def quantize_moments(
     def first(name: str) -> Reduction[ScaledMoment | QuantizedTensor | None]:
         divisor = _second_of(name, tensors)
         if divisor is None:
-            return momentum(name)
-        tolerance = first_tolerances.get(name, first_tolerance)
-        return divided(name, divisor, seconds.get(divisor), tolerance)
-
-    def divided(
-        name: str, divisor: str, stored: QuantizedTensor | RankOne | None, tolerance: float
-    ) -> Reduction[ScaledMoment | None]:
+            return (yield from momentum(name))
+        stored, tolerance = seconds.get(divisor), first_tolerances.get(name, first_tolerance)
         if stored is None:
             return None
         tensor, epsilon = tensors[name], epsilon_of(name)
@@ -130,7 +123,7 @@ def quantize_moments(
         return None
 
     def momentum(name: str) -> Reduction[QuantizedTensor | None]:
-        lacks_second = _is_divided(name)
+        lacks_second = name.rpartition(".")[2] in _SECOND_OF_FIRST
         # With a tolerance of its own it would be exact, and as large as the weights.
         tolerance = first_tolerance if lacks_second else first_tolerances.get(name, first_tolerance)
         if lacks_second and tolerance < math.inf:
@@ -141,8 +134,8 @@ def quantize_moments(
             return (yield from quantize_momentum(tensor, tolerance, shard))
         return None
 
-    seconds = run_in_windows(of_role["second_moment"], second, size, reduce)
-    firsts = run_in_windows(of_role["first_moment"], first, size, reduce)
+    seconds = run_in_windows(of_seconds, second, size, reduce)
+    firsts = run_in_windows(of_firsts, first, size, reduce)
     return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
 
 
@@ -161,11 +154,6 @@ def _usable(
         usable = usable and lowest <= least and -math.inf < least and most < math.inf
     # A sum, because a NaN could get lost in a maximum.
     return not (yield from total(not usable))[0]
-
-
-def _is_divided(name: str) -> bool:
-    """Whether an update divides this first moment by the root of a second moment."""
-    return name.rpartition(".")[2] in _SECOND_OF_FIRST
 
 
 def _second_of(name: str, tensors: Mapping[str, Tensor]) -> str | None:

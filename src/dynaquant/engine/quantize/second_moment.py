@@ -13,11 +13,10 @@ from torch import Tensor
 
 from dynaquant import _native
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne, places
 from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
 from dynaquant.engine.quantize.log_grid import (
-    NO_OUTLIERS,
     Down,
     Extremes,
     balanced,
