@@ -35,7 +35,7 @@ from dynaquant.engine.tensors.codebook import (
     PROTECTED,
     RUNGS_PER_OCTAVE,
     Grid,
-    rung_value,
+    inverse_step,
 )
 from dynaquant.engine.tensors.shard import Shard
 
@@ -152,7 +152,7 @@ def rungs(unit: int) -> NDArray[np.int32]:
 @lru_cache(maxsize=256)
 def inverses(unit: int) -> NDArray[np.float32]:
     """Return one by the step of each of ``rungs``."""
-    return np.array([np.float32(1) / rung_value(int(rung)) for rung in rungs(unit)])
+    return np.array([inverse_step(int(rung)) for rung in rungs(unit)], dtype=np.float32)
 
 
 def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, int] | None]:
@@ -171,7 +171,7 @@ def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, 
     """
     if not first.numel():
         return _on_grid(in_units(first, second), rung, decoded)
-    found = levels_in_units(first, second, float(np.float32(1) / rung_value(rung)))
+    found = levels_in_units(first, second, inverse_step(rung))
     levels = torch.cat([own for own, _ in found]) if len(found) > 1 else found[0][0]
     highest = max(wait() for _, wait in found)
     if highest >= FIRST_BIN + MAX_BINS and not _is_finite(first, levels):
