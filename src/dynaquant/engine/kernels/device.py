@@ -20,6 +20,7 @@ SMALL = 32_768
 """Elements up to which a tensor is better computed on the host: here, an operation takes longer to begin."""
 _BUCKETS = 65_536
 _FAR = 200.0
+"""Values beyond so many grid steps count as that far: they are protected, and nothing overflows."""
 _PROTECTED_MULTIPLE = 128
 """From this multiple of the grid step on, values are protected."""
 _WORD = 0xFFFF_FFFF
@@ -194,10 +195,7 @@ def grid_errors(tensor: Tensor, inverse: float, step: float, seed: int | None, f
 
 
 def _multiples(values: Tensor, inverse: float, seed: int | None, first: int) -> Tensor:
-    """Return the multiple of the grid step that each value is rounded to, float32. first: the index of the first one.
-
-    Values beyond ``_FAR`` grid steps count as that far: they are protected, and nothing overflows.
-    """
+    """Return the multiple of the grid step that each value is rounded to, float32. first: index of the first one."""
     steps = (values.to(torch.float32) * inverse).clamp_(-_FAR, _FAR)
     if seed is None:
         return steps.round_()  # ties to even
@@ -207,10 +205,8 @@ def _multiples(values: Tensor, inverse: float, seed: int | None, first: int) -> 
 
 
 def _uniform(piece: slice, seed: int, device: torch.device) -> Tensor:
-    """Return a random number in [0, 1) for each index, by the finalizer of MurmurHash3.
-
-    Computes in int64, which holds unsigned 32-bit words.
-    """
+    """Return a random number in [0, 1) for each index, by the finalizer of MurmurHash3."""
+    # int64 holds unsigned 32-bit words.
     h = torch.arange(piece.start, piece.stop, dtype=torch.int64, device=device)
     h = (h & _WORD) * 0x9E3779B1 & _WORD ^ seed
     h = (h ^ h >> 16) * 0x85EBCA6B & _WORD

@@ -98,10 +98,7 @@ def quantize_weights(prepared: KMeansWeights, configuration: Configuration) -> d
 
 
 def _fractions(configuration: Configuration, gradients: bool) -> tuple[float, float, float, float]:
-    """Return the fractions to prune by magnitude and by sensitivity, and to protect by magnitude and by sensitivity.
-
-    Without gradients, magnitude replaces sensitivity.
-    """
+    """Return the fractions to prune by magnitude and by sensitivity, and to protect by magnitude and by sensitivity."""
     pruned, protected = configuration.pruned, configuration.protected
     prune_by_sensitivity = gradients and configuration.pruning_metric == "sensitivity"
     to_sensitivity = {"magnitude": 0.0, "both": protected / 2, "sensitivity": protected}

@@ -57,11 +57,6 @@ class Threshold:
         """Return the threshold of rounding to the nearest power of ``2^(pace/4)``."""
         return cls(POSITIONS_PER_RUNG * pace // 2)
 
-    @property
-    def in_turns(self) -> bool:
-        """Whether the turn of a value matters."""
-        return self.value % self.turns != 0
-
 
 def quantize_to_log_grid(
     tensor: Tensor,
@@ -233,7 +228,7 @@ def _exponents(
 ) -> NDArray[np.int16]:
     """Return the exponent e of the power ``2^(pace·e/4)`` that each position is rounded to."""
     classes = POSITIONS_PER_RUNG * pace * threshold.turns
-    turns = _turns(at, pace, threshold.turns, chunks) if threshold.in_turns else 0
+    turns = _turns(at, pace, threshold.turns, chunks) if threshold.value % threshold.turns else 0
     rounded = np.floor_divide(at.astype(np.int32) * threshold.turns + turns - threshold.value, classes) + 1
     found: NDArray[np.int16] = np.clip(rounded, math.ceil(LOWEST_RUNG / pace), HIGHEST_RUNG // pace).astype(np.int16)
     return found

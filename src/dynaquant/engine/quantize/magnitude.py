@@ -92,7 +92,6 @@ def _of_plain(tensor: Tensor) -> Magnitude | None:
 def _extremes_of(tensor: Tensor, extremes: tuple[float, float] | None) -> tuple[list[float], list[float]]:
     """Return the highest value and minus the lowest one; the number of values that are not finite.
 
-    Without values, the first two are minus infinity. With values that are not finite, only their number counts.
     extremes: the lowest and the highest value, NaN if any value is NaN; None without values.
     """
     if extremes is None:

@@ -122,14 +122,9 @@ def factor(bins: tuple[int, int], levels: NDArray[np.uint8]) -> QuantizedTensor:
 
 
 def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[bool]:
-    """Whether a change is within the tolerance. change: what ``root_changes`` returns of the rank's part.
-
-    A decoded value is not usable if it is zero or infinite.
-    """
-    unusable, squares, count = (yield from total(change)).tolist()
-    if unusable:
-        return False
-    return not count or math.sqrt(squares / count) <= tolerance
+    """Whether a change is within the tolerance. change: what ``root_changes`` returns of the rank's part."""
+    unusable, squares, count = (yield from total(change)).tolist()  # zeros and infinities are unusable
+    return not unusable and (not count or math.sqrt(squares / count) <= tolerance)
 
 
 def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:
