@@ -59,7 +59,7 @@ class QuantizedTensor(Form):
 
     @property
     def is_positive(self) -> bool:
-        """Whether no value is pruned, none is an outlier, and all bins are above zero."""
+        """Whether it is plain that all values are above zero: none is pruned or an outlier, and all bins are."""
         if not self.levels.size:
             return True
         if len(self.protected) or int(self.levels.min()) == PRUNED:

@@ -40,7 +40,7 @@ class RankOne(Form):
 
     @property
     def is_positive(self) -> bool:
-        """Whether the smallest row times the smallest column is above zero."""
+        """Whether all values are above zero: the smallest row times the smallest column is."""
         rows, columns = self._factor_values
         if not rows.numel() or not columns.numel():
             return True
