@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizer_moments import moments
 from ranks_in_threads import divided, local, on_ranks, together
-from whole_tensors import quantize_rank_one, quantize_second_moment
+from whole_tensors import UNKNOWN, quantize_rank_one, quantize_second_moment, quantize_to_log_grid
 
 from dynaquant.engine import reduction
 from dynaquant.engine.bound import Bound
@@ -24,7 +24,6 @@ from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
-from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE, sample, sample_stored
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.second_moment import quantize_second_moment as second_moment_reduction
@@ -307,14 +306,14 @@ def held_while_waiting(computation):
 
 def test_a_computation_holds_samples_only_while_it_waits():
     first, second = moments((1000, 900), spread=0.5)
-    stored = quantize_second_moment(second, 0.3)
+    stored, shard = quantize_second_moment(second, 0.3), Shard.whole(second.shape)
     most = 5 * 4 * SAMPLE_SIZE
     assert most < first.nbytes / 2
     for computation, given_to_it in [
-        (second_moment_reduction(second, 0.3), second),
-        (second_moment_reduction(second, 0.1), second),
-        (quantize_first_moment(first, stored, "v", 0.5), first),
-        (quantize_momentum(first, 0.5), first),
+        (second_moment_reduction(second, 0.3, shard, UNKNOWN), second),
+        (second_moment_reduction(second, 0.1, shard, UNKNOWN), second),
+        (quantize_first_moment(first, stored, "v", 0.5, None, UNKNOWN), first),
+        (quantize_momentum(first, 0.5, shard), first),
     ]:
         assert held_while_waiting(computation) <= given_to_it.nbytes + most
 

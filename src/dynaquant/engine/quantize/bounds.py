@@ -56,13 +56,12 @@ def quantize_bounded(
     return {name: quantized for name, quantized in found.items() if quantized is not None}
 
 
-def within(tensor: Tensor, bound: Bound, shard: Shard | None = None) -> Reduction[BoundedTensor | None]:
+def within(tensor: Tensor, bound: Bound, shard: Shard) -> Reduction[BoundedTensor | None]:
     """Return a tensor on a grid, every finite value within the bound. None if it must be stored exactly.
 
-    shard: what the tensor is of the whole one, None if it is all of it. The whole one's range decides about the grid.
-    Only the levels of values that are stored exactly, which count for nothing, depend on the shard.
+    shard: what the tensor is of the whole one. The whole one's range decides about the grid. Only the levels of
+    values that are stored exactly, which count for nothing, depend on the shard.
     """
-    shard = shard or Shard.whole(tensor.shape)
     if tensor.dtype not in QUANTIZABLE_DTYPES or not shard.shape.numel():
         return None
     values = tensor.detach().cpu().reshape(-1)

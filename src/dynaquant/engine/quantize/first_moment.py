@@ -23,7 +23,7 @@ from dynaquant.engine.forms.form import pieces
 from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor, protected_values
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment, in_units, levels_in_units
-from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Reduction, total
@@ -51,8 +51,8 @@ def quantize_first_moment(
     stored_second: QuantizedTensor | RankOne,
     second_name: str,
     tolerance: float,
-    shard: Shard | None = None,
-    epsilon: Epsilon = UNKNOWN,
+    shard: Shard | None,
+    epsilon: Epsilon,
 ) -> Reduction[ScaledMoment | None]:
     """Return the coarsest first moment that changes the next update by at most ``tolerance``; None: store it exactly.
 
@@ -78,16 +78,16 @@ def quantize_first_moment(
     return ScaledMoment(first.dtype, units, stored_second, second_name)
 
 
-def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = None) -> Reduction[QuantizedTensor | None]:
+def quantize_momentum(first: Tensor, tolerance: float, shard: Shard) -> Reduction[QuantizedTensor | None]:
     """Return the coarsest first moment for an optimizer without second moments; None: store it exactly.
 
     An infinite tolerance drops it: all values become zero. The update is the moment itself. So the grid step is
     relative to the moment's root mean square, and the change is the relative error of the moment, on a sample. shard:
-    as for ``quantize_first_moment``.
+    what ``first`` is of the whole tensor.
     """
     if tolerance == math.inf:
         return _all_zero(first.dtype, first.shape)
-    sampled = sample(first, shard or Shard.whole(first.shape))
+    sampled = sample(first, shard)
     square = float(np.square(sampled.astype(np.float64)).sum())  # not a product: BLAS would wake its threads
     squares, count = (yield from total(square, sampled.size)).tolist()
     root_mean_square = math.sqrt(squares) / math.sqrt(max(count, 1))

@@ -52,30 +52,22 @@ class Threshold:
     value: int
     turns: int = 1
 
-    @classmethod
-    def nearest(cls, pace: int) -> Threshold:
-        """Return the threshold of rounding to the nearest power of ``2^(pace/4)``."""
-        return cls(POSITIONS_PER_RUNG * pace // 2)
-
 
 def quantize_to_log_grid(
     tensor: Tensor,
     pace: int,
-    extremes: Extremes | None = None,
-    threshold: Threshold | None = None,
-    shard: Shard | None = None,
-    negligible: float = 0.0,
+    extremes: Extremes,
+    threshold: Threshold,
+    shard: Shard,
+    negligible: float,
 ) -> QuantizedTensor | None:
     """Return the tensor with every value rounded to a power of ``2^(pace/4)``; None if this takes too many levels.
 
-    tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 1 % of
-    the middle between two powers may go to either. extremes: of the tensor of which this one is a part, if it is one.
-    They decide which powers have levels. threshold: by default, values go to the nearest power. shard: what the tensor
-    is of that one; None if it is all of it. negligible: smaller values, but for zeros, may be raised as far as this.
+    tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 1 % of the
+    threshold may go to either power. extremes: of the whole tensor. They decide which powers have levels. shard: what
+    the tensor is of the whole one. negligible: smaller values, but for zeros, may be raised as far as this.
     """
-    smallest, largest = extremes_of(tensor) if extremes is None else extremes
-    threshold = threshold or Threshold.nearest(pace)
-    found = _native.log_bins(smallest, largest, positions(), pace, threshold.value, threshold.turns, negligible)
+    found = _native.log_bins(*extremes, positions(), pace, threshold.value, threshold.turns, negligible)
     if found is None:
         return None
     first, bins = found
@@ -85,7 +77,7 @@ def quantize_to_log_grid(
     if not rest or not tensor.numel():
         levels = kernel.table_levels(tensor, low)
     else:
-        chunks = _chunks_of_rows(shard or Shard.whole(tensor.shape), threshold.turns).astype(np.uint8)
+        chunks = _chunks_of_rows(shard, threshold.turns).astype(np.uint8)
         levels = kernel.levels_in_turns(tensor, low, high, _goes_up(pace, threshold, first), chunks)
     return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), codebook, NO_OUTLIERS)
 
@@ -99,9 +91,7 @@ def extremes_of(tensor: Tensor) -> Extremes:
         return kernel.smallest_from(tensor, SMALLEST), float(np.float32(kernel.extremes(tensor)[1]))
 
 
-def threshold_for(
-    values: NDArray[np.float32], pace: int, shard: Shard, negligible: float = 0.0
-) -> Reduction[Threshold]:
+def threshold_for(values: NDArray[np.float32], pace: int, shard: Shard, negligible: float) -> Reduction[Threshold]:
     """Return the threshold at which updates by the rounded values are as long as before on average.
 
     values: the rank's part of a sample of a second moment. negligible: as for ``balanced``. A moment that is rounded to
@@ -153,7 +143,7 @@ def round_to_log_grid(
     dtype: torch.dtype,
     threshold: Threshold,
     shard: Shard,
-    negligible: float = 0.0,
+    negligible: float,
 ) -> NDArray[np.float32]:
     """Return what ``quantize_to_log_grid`` would store of a sample of a tensor of ``dtype``, as float32."""
     exponents = _exponents(positions()[_buckets(values)], pace, threshold, _chunks_of_sample(shard, threshold.turns))

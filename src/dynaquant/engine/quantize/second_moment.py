@@ -15,7 +15,7 @@ from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne, places
-from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.log_grid import (
     Down,
     Extremes,
@@ -40,15 +40,15 @@ SECOND_PACES = (4, 2, 1)
 
 
 def quantize_second_moment(
-    second: Tensor, tolerance: float, shard: Shard | None = None, epsilon: Epsilon = UNKNOWN
+    second: Tensor, tolerance: float, shard: Shard, epsilon: Epsilon
 ) -> Reduction[QuantizedTensor | RankOne | None]:
     """Return the cheapest form that changes ``1 / sqrt(v)`` by at most ``tolerance``; None: store it exactly.
 
     The change is the root mean square of ``sqrt(v / v̂) - 1`` over the elements of a sample that are not zero. v̂ is
-    the stored value of v. shard: what ``second`` is of the whole tensor, None if it is all of it. The form is that of
-    the local tensor. epsilon: of the optimizer. Elements whose v and v̂ are negligible beside it count as zero.
+    the stored value of v. shard: what ``second`` is of the whole tensor. The form is that of the local tensor. epsilon:
+    of the optimizer. Elements whose v and v̂ are negligible beside it count as zero.
     """
-    shard, negligible = shard or Shard.whole(second.shape), epsilon.negligible
+    negligible = epsilon.negligible
     if second.dtype == torch.float64 and (yield from total(_underflows(second, negligible)))[0]:
         return None
     values = sample(second, shard)
@@ -70,7 +70,7 @@ def quantize_second_moment(
 
 
 def quantize_rank_one(
-    tensor: Tensor, values: NDArray[np.float32], shard: Shard | None = None, negligible: float = 0.0
+    tensor: Tensor, values: NDArray[np.float32], shard: Shard, negligible: float
 ) -> Reduction[RankOne | None]:
     """Return a second moment as row mean × column mean / mean. Updates by it are as long as before on average.
 
@@ -80,7 +80,6 @@ def quantize_rank_one(
     """
     if tensor.ndim < 2:
         return None
-    shard = shard or Shard.whole(tensor.shape)
     axes, height = shard.axes, shard.shape[0]
     sums = yield from total(*_row_and_column_sums(tensor, axes))
     if not len(sums) or not shard.shape.numel():

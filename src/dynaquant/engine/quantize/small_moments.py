@@ -20,7 +20,7 @@ from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.kernels.host import plain_values
-from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.first_moment import inverses, rungs, units_of_levels
 from dynaquant.engine.quantize.log_grid import positions
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
@@ -34,7 +34,7 @@ def small_values(tensor: Tensor) -> NDArray[np.float32] | None:
 
 
 def quantize_small_second_moment(
-    values: NDArray[np.float32], shape: torch.Size, tolerance: float, epsilon: Epsilon = UNKNOWN
+    values: NDArray[np.float32], shape: torch.Size, tolerance: float, epsilon: Epsilon
 ) -> QuantizedTensor | RankOne | None:
     """Do what ``quantize_second_moment`` does. None also stands for values that are not finite, or negative."""
     height = shape[0] if len(shape) > 1 else 0
@@ -54,7 +54,7 @@ def quantize_small_first_moment(
     stored_second: QuantizedTensor | RankOne,
     second_name: str,
     tolerance: float,
-    epsilon: Epsilon = UNKNOWN,
+    epsilon: Epsilon,
 ) -> ScaledMoment | None:
     """Do what ``quantize_first_moment`` does. None also stands for values that are not finite.
 
