@@ -174,15 +174,11 @@ def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, 
     found = levels_in_units(first, second, inverse_step(rung))
     levels = torch.cat([own for own, _ in found]) if len(found) > 1 else found[0][0]
     highest = max(wait() for _, wait in found)
-    if highest >= FIRST_BIN + MAX_BINS and not _is_finite(first, levels):
-        return None
+    if highest >= FIRST_BIN + MAX_BINS:  # an infinite or NaN value is an outlier
+        outliers = first.detach().reshape(-1)[(levels == PROTECTED).to(first.device)]
+        if not bool(outliers.isfinite().all()):
+            return None
     return units_of_levels(levels, highest, first, second, decoded)
-
-
-def _is_finite(first: Tensor, levels: Tensor) -> bool:
-    """Whether a first moment is finite. levels: those of its units; an infinite or NaN value is an outlier."""
-    outliers = first.detach().reshape(-1)[(levels == PROTECTED).to(first.device)]
-    return bool(outliers.isfinite().all())
 
 
 def units_of_levels(
