@@ -125,10 +125,7 @@ class _Fits:
 
 
 def _fits_of_update(exact: NDArray[np.float32], second: NDArray[np.float32], epsilon: Epsilon) -> _Fits:
-    """Return the fits of grids to a first moment in units of the root of its second moment.
-
-    The update is ``m / (sqrt(v) + ε)``. Its divisor is the same for all grids.
-    """
+    """Return the fits of grids to a first moment in units of the root of its second moment."""
     found = np.empty(4 * len(FIRST_RUNGS))
     square, largest = _native.update_fits(exact, second, epsilon.assumed, inverses(0), found)
     return _Fits(square if largest <= LARGEST else math.nan, found)
@@ -156,10 +153,7 @@ def inverses(unit: int) -> NDArray[np.float32]:
 
 
 def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, int] | None]:
-    """Return the rungs that make and decode levels, those of the coarsest grid within the tolerance, or None.
-
-    unit: the rung that ``FIRST_RUNGS`` counts from. fits: of the rank's part of the sample.
-    """
+    """Return the rungs that make and decode levels, those of the coarsest grid within the tolerance, or None."""
     square, *sums = yield from total(fits.square, fits.by_rung)
     return _native.coarsest(float(square), np.array(sums), rungs(unit), tolerance)
 
