@@ -29,8 +29,7 @@ import dynaquant as dq
 from dynaquant.engine.forms.form import Coded, StoredTensor
 from dynaquant.engine.forms.registry import decode
 from dynaquant.engine.forms.stored import encode, values_of
-from dynaquant.engine.quantize.bounds import within
-from dynaquant.engine.reduction import alone
+from dynaquant.engine.quantize.bounds import quantize_bounded
 
 BOUNDS = (1e-2, 1e-3, 1e-4, 1e-5)
 """The largest error, relative to the range of a tensor."""
@@ -135,8 +134,8 @@ def weights(data: Path, cache: Path, steps: int, every: int) -> Data:
 
 def bounded(tensor: Array, bound: float, parent: StoredTensor | None) -> tuple[int, Callable[[], Array]]:
     original = torch.from_numpy(tensor)
-    stored = alone(within(original, dq.Bound(absolute=bound)))
-    scheme, stream = encode(original if stored is None else stored, parent)
+    stored = quantize_bounded({"": original}, {"": dq.Bound(absolute=bound)})
+    scheme, stream = encode(stored.get("", original), parent)
     return len(stream), lambda: values_of(decode(scheme, Coded(torch.float32, original.shape, stream, parent))).numpy()
 
 
@@ -165,7 +164,7 @@ def measure(data: Data, method: str, bound: float, turns: int) -> Result:
         assert data.before is not None
         firsts = [torch.from_numpy(tensor) for tensor in data.before]
         parents = [
-            first if (stored := alone(within(first, dq.Bound(absolute=b)))) is None else stored
+            quantize_bounded({"": first}, {"": dq.Bound(absolute=b)}).get("", first)
             for first, b in zip(firsts, bounds, strict=True)
         ]
     encoding = decoding = np.inf

@@ -31,6 +31,7 @@ from dynaquant.engine.forms.schemes import Reference
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.reduction import Numbers
+from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.ranks.dtensors import shard_of
@@ -239,7 +240,7 @@ def moments_of_a_rank(model: str, ranks: int) -> tuple[int, int, float]:
             held |= dict.fromkeys((name, f"{name}_sq"), shard)
             labels |= {name: Label("first_moment", ""), f"{name}_sq": Label("second_moment", "")}
     start = process_time()
-    found = quantize_moments(state, labels, 0.5, 0.2, shards=held, reduce=group.reduce)
+    found = quantize_moments(state, labels, 0.5, 0.2, shards=Shards(held, reduce=group.reduce))
     assert len(found) > 0.9 * len(state)
     return group.traffic.collectives, group.traffic.got, process_time() - start
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from training import bits, model_of, train
-from whole_tensors import quantize_first_moment, quantize_momentum, quantize_second_moment
+from whole_tensors import quantize_first_moment, quantize_momentum, quantize_second_moment, quantize_to_log_grid
 
 import dynaquant as dq
 from dynaquant import _native
@@ -20,7 +20,6 @@ from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.kernels import device, host
 from dynaquant.engine.quantize.grid import begin_quantize, quantize
-from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.tensors.codebook import PROTECTED, rung_value
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.store.run import Run

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from whole_tensors import quantize_first_moment, quantize_second_moment
+from whole_tensors import UNKNOWN, quantize_first_moment, quantize_second_moment
 
 from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.moments import quantize_moments
 
 USUAL = Epsilon(1e-8)

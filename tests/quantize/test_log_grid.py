@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optimizer_moments import numbers
 from training import bits
+from whole_tensors import quantize_to_log_grid
 
 from dynaquant.engine.forms.form import dequantize
-from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.tensors.codebook import LogGrid
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 

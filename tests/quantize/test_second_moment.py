@@ -6,13 +6,13 @@ import pytest
 import torch
 from optimizer_moments import SLACK, moments, second_effect
 from training import bits
-from whole_tensors import quantize_rank_one
+from whole_tensors import quantize_rank_one, quantize_to_log_grid
 from whole_tensors import quantize_second_moment as second_moment_of
 
 from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.log_grid import quantize_to_log_grid, threshold_for
+from dynaquant.engine.quantize.log_grid import threshold_for
 from dynaquant.engine.quantize.moment_sample import sample
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.second_moment import SECOND_PACES
@@ -23,7 +23,7 @@ from dynaquant.engine.tensors.shard import Shard
 
 def balanced_on_log_grid(second, pace):
     shard = Shard.whole(second.shape)
-    threshold = alone(threshold_for(sample(second, shard), pace, shard))
+    threshold = alone(threshold_for(sample(second, shard), pace, shard, 0.0))
     return quantize_to_log_grid(second, pace, threshold=threshold)
 
 

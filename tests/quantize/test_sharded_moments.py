@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizer_moments import moments
 from ranks_in_threads import divided, local, on_ranks, together
-from whole_tensors import quantize_rank_one, quantize_second_moment
+from whole_tensors import UNKNOWN, quantize_rank_one, quantize_second_moment, quantize_to_log_grid
 
 from dynaquant.engine import reduction
 from dynaquant.engine.bound import Bound
@@ -24,11 +24,11 @@ from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
-from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE, sample, sample_stored
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.second_moment import quantize_second_moment as second_moment_reduction
 from dynaquant.engine.reduction import total
+from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.codebook import LogGrid
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.engine.tensors.shard import Shard
@@ -73,7 +73,9 @@ def on_shards(tensors, shards, first_tolerance=0.5, second_tolerance=0.3, firsts
     def work(rank, reduce):
         own = {name: local(tensor, shards[name][rank]) for name, tensor in tensors.items()}
         held = {name: shards[name][rank] for name in tensors}
-        found = quantize_moments(own, labels, first_tolerance, second_tolerance, firsts or {}, held, reduce)
+        found = quantize_moments(
+            own, labels, first_tolerance, second_tolerance, firsts or {}, Shards(held, reduce=reduce)
+        )
         for name, stored in found.items():
             assert (stored.shape, stored.dtype) == (own[name].shape, own[name].dtype)
             assert dequantize(stored).shape == own[name].shape
@@ -218,7 +220,7 @@ def test_copies_are_counted_once(shape):
     def work(rank, reduce):
         shards = {name: Shard.nothing(tensor.shape) for name, tensor in tensors.items()} if rank != 1 else {}
         own = tensors if rank == 1 else dict.fromkeys(tensors, nothing)
-        return quantize_moments(own, labels, 0.5, 0.3, {}, shards, reduce)
+        return quantize_moments(own, labels, 0.5, 0.3, {}, Shards(shards, reduce=reduce))
 
     forms, _ = on_ranks(3, work)
     for name, stored in quantize_moments(tensors, labels, 0.5, 0.3).items():
@@ -230,7 +232,7 @@ def test_copies_are_counted_once(shape):
 def test_tensors_without_dimensions_or_elements_are_whole_on_all_ranks():
     tensors = {"s.exp_avg": torch.tensor(0.3), "s.exp_avg_sq": torch.tensor(0.2), "e.exp_avg_sq": torch.empty(0, 3)}
     labels = labels_of(tensors)
-    forms, _ = on_ranks(3, lambda _, reduce: quantize_moments(tensors, labels, 0.5, 0.3, {}, {}, reduce))
+    forms, _ = on_ranks(3, lambda _, reduce: quantize_moments(tensors, labels, 0.5, 0.3, {}, Shards(reduce=reduce)))
     wanted = quantize_moments(tensors, labels, 0.5, 0.3)
     assert wanted.keys() == {"s.exp_avg", "s.exp_avg_sq"}
     for found in forms:
@@ -304,14 +306,14 @@ def held_while_waiting(computation):
 
 def test_a_computation_holds_samples_only_while_it_waits():
     first, second = moments((1000, 900), spread=0.5)
-    stored = quantize_second_moment(second, 0.3)
+    stored, shard = quantize_second_moment(second, 0.3), Shard.whole(second.shape)
     most = 5 * 4 * SAMPLE_SIZE
     assert most < first.nbytes / 2
     for computation, given_to_it in [
-        (second_moment_reduction(second, 0.3), second),
-        (second_moment_reduction(second, 0.1), second),
-        (quantize_first_moment(first, stored, "v", 0.5), first),
-        (quantize_momentum(first, 0.5), first),
+        (second_moment_reduction(second, 0.3, shard, UNKNOWN), second),
+        (second_moment_reduction(second, 0.1, shard, UNKNOWN), second),
+        (quantize_first_moment(first, stored, "v", 0.5, None, UNKNOWN), first),
+        (quantize_momentum(first, 0.5, shard), first),
     ]:
         assert held_while_waiting(computation) <= given_to_it.nbytes + most
 
@@ -322,7 +324,7 @@ def bounded_on_shards(tensor, bound, shards):
 
     def work(rank, reduce):
         own = {"field": local(tensor, shards[rank])}
-        found = quantize_bounded(own, bounds, {"field": shards[rank]}, reduce).get("field")
+        found = quantize_bounded(own, bounds, Shards({"field": shards[rank]}, reduce=reduce)).get("field")
         assert found is None or found.shape == own["field"].shape
         return found
 

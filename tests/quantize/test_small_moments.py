@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from whole_tensors import quantize_first_moment, quantize_second_moment
+from whole_tensors import UNKNOWN, quantize_first_moment, quantize_second_moment
 
 from dynaquant import _native
 from dynaquant.engine.forms.form import stored_equal
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.first_moment import FIRST_RUNGS, LARGEST, inverses, rungs
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
 from dynaquant.engine.quantize.moments import quantize_moments

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from whole_tensors import quantize_rank_one
+from whole_tensors import quantize_rank_one, quantize_to_log_grid
 
 import dynaquant as dq
 from dynaquant.engine import kernels
@@ -13,7 +13,6 @@ from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rounded import RoundedWeight
 from dynaquant.engine.forms.stored import stored_hash
 from dynaquant.engine.forms.units import ScaledMoment
-from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, Grid
 from dynaquant.engine.tensors.hashing import tensor_hash
 

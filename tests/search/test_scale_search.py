@@ -58,6 +58,8 @@ def search(degradation, start=0, earlier=None, per_round=1, limit=LIMIT, lowest=
     """Searches. Asserts the properties of every search. Returns the result and the scored exponents."""
     scored = Scored(degradation)
     found = scale_search(start, lowest, highest, scored, limit, earlier, per_round)
+    if found is not None:
+        assert scored.rounds.pop() == [found], "the result may be an estimate"
     flat = [scale for scales in scored.rounds for scale in scales]
     assert len(flat) == len(set(flat)), "an exponent was scored twice"
     assert all(1 <= len(scales) <= per_round for scales in scored.rounds)
@@ -78,20 +80,17 @@ def test_estimates_may_be_wrong_but_the_result_is_no_estimate(power, per_round, 
     for _ in range(100):
         law, finished, known = power_law(power, draw.randint(-90, 50)), [], {}
 
-        def estimate(scale, low, law=law, known=known):
-            if scale not in known:
-                value = law(scale) * 3 ** draw.uniform(-1, 1)
-                known[scale] = law(scale) if low <= value <= LIMIT else value
-            return known[scale]
-
-        def finish(scale, law=law, finished=finished):
-            finished.append(scale)
-            return law(scale)
+        def estimate(scale, low, law=law, known=known, finished=finished):
+            if scale in known:
+                finished.append(scale)
+                return law(scale)
+            known[scale] = value = law(scale) * 3 ** draw.uniform(-1, 1)
+            return law(scale) if low <= value <= LIMIT else value
 
         def score(scales, low, estimate=estimate):
             return [estimate(scale, low) for scale in scales]
 
-        found = scale_search(0, LOWEST, HIGHEST, score, LIMIT, earlier, per_round, finish)
+        found = scale_search(0, LOWEST, HIGHEST, score, LIMIT, earlier, per_round)
         assert found is not None
         assert law(found) <= LIMIT
         assert finished[-1] == found

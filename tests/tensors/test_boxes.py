@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from training import bits
-from whole_tensors import quantize_first_moment, quantize_rank_one
+from whole_tensors import quantize_first_moment, quantize_rank_one, quantize_to_log_grid
 
 from dynaquant.engine.bound import Bound
 from dynaquant.engine.forms.form import stored_equal
@@ -18,7 +18,6 @@ from dynaquant.engine.forms.rounded import RoundedWeight
 from dynaquant.engine.forms.stored import cut, in_one, values_of
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.engine.quantize.grid import quantize
-from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.tensors.box import Box, tile
 from dynaquant.engine.tensors.codebook import Centres
 

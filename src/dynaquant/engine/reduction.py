@@ -6,7 +6,7 @@ same code serves one process, whose part is the whole, and the ranks of a sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,16 +18,12 @@ WINDOW = 1 << 26
 """Computations that run together hold at most so many numbers on a rank, unless one of them holds more."""
 
 
-def _nothing() -> NDArray[np.float64]:
-    return np.zeros(0)
-
-
 @dataclass(frozen=True)
 class Numbers:
     """Numbers of a part of a tensor, or of the whole tensor. sums: are added. highest: the largest counts."""
 
-    sums: NDArray[np.float64] = field(default_factory=_nothing)
-    highest: NDArray[np.float64] = field(default_factory=_nothing)
+    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    highest: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
 Reduction = Generator[Numbers, Numbers, T]
@@ -69,18 +65,15 @@ def _reduced(yielded: Mapping[str, Numbers], reduce: Reduce) -> dict[str, Number
     """Return the numbers of all ranks. They travel together."""
     if not yielded:
         return {}
-    found = reduce(
-        Numbers(
-            np.concatenate([numbers.sums for numbers in yielded.values()]),
-            np.concatenate([numbers.highest for numbers in yielded.values()]),
-        )
-    )
-    results, first_sum, first_highest = {}, 0, 0
-    for name, own in yielded.items():
-        sums, highest = first_sum + len(own.sums), first_highest + len(own.highest)
-        results[name] = Numbers(found.sums[first_sum:sums], found.highest[first_highest:highest])
-        first_sum, first_highest = sums, highest
-    return results
+    sums, highest = [own.sums for own in yielded.values()], [own.highest for own in yielded.values()]
+    found = reduce(Numbers(np.concatenate(sums), np.concatenate(highest)))
+    apart = zip(_split_as(sums, found.sums), _split_as(highest, found.highest), strict=True)
+    return {name: Numbers(*numbers) for name, numbers in zip(yielded, apart, strict=True)}
+
+
+def _split_as(parts: Sequence[NDArray[np.float64]], together: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    """Return an array in parts that are as long as these."""
+    return np.split(together, np.cumsum([len(part) for part in parts])[:-1])
 
 
 def windows(sizes: Mapping[str, int]) -> list[list[str]]:

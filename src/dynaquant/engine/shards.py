@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine.reduction import Numbers, Reduce
@@ -43,11 +45,11 @@ class Shards:
         All ranks give the same names in the same order, and as many numbers for each.
         """
         own = {name: [0.0] * len(each) if name in self.others_count else each for name, each in numbers.items()}
-        return self._reduced(own, lambda flat: Numbers(sums=flat), lambda found: found.sums)
+        return self._reduced(own, lambda reduce, flat: reduce(Numbers(sums=flat)).sums)
 
     def largest(self, numbers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """Return for each tensor the largest of each of its numbers, which are not NaN. See ``sums``."""
-        return self._reduced(numbers, lambda flat: Numbers(highest=flat), lambda found: found.highest)
+        return self._reduced(numbers, lambda reduce, flat: reduce(Numbers(highest=flat)).highest)
 
     def any(self, flags: Mapping[str, bool]) -> dict[str, bool]:
         """Return for each tensor whether a flag is set on any rank. See ``sums``."""
@@ -56,17 +58,13 @@ class Shards:
     def _reduced(
         self,
         numbers: Mapping[str, Sequence[float]],
-        pack: Callable[[np.ndarray], Numbers],
-        unpack: Callable[[Numbers], np.ndarray],
+        reduced: Callable[[Reduce, NDArray[np.float64]], NDArray[np.float64]],
     ) -> dict[str, list[float]]:
         if self.reduce is None or not numbers:
             return {name: list(each) for name, each in numbers.items()}
         flat = np.array([value for each in numbers.values() for value in each], dtype=np.float64)
-        found, begin, results = unpack(self.reduce(pack(flat))).tolist(), 0, {}
-        for name, each in numbers.items():
-            results[name] = found[begin : begin + len(each)]
-            begin += len(each)
-        return results
+        found = iter(reduced(self.reduce, flat).tolist())
+        return {name: list(islice(found, len(each))) for name, each in numbers.items()}
 
 
 WHOLE = Shards()

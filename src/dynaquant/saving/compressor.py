@@ -226,9 +226,7 @@ class Compressor:
             if tolerances is None:
                 return {}
             first, second, firsts = tolerances.first, tolerances.second, tolerances.firsts
-            return quantize_moments(
-                own, source.labels, first, second, firsts, shards.held, shards.reduce, source.epsilons
-            )
+            return quantize_moments(own, source.labels, first, second, firsts, shards, source.epsilons)
 
         tensors, division = source.tensors, source.division
         if division is None:
@@ -253,7 +251,7 @@ def _bounded(source: Source, preset: Preset | None) -> dict[str, BoundedTensor]:
         if preset is not None:
             averages = {name: tensors[name] for name in names if labels[name].role == "average"}
             bounds |= average_bounds(averages, preset.average_error, shards)
-        return quantize_bounded(tensors, bounds, shards.held, shards.reduce)
+        return quantize_bounded(tensors, bounds, shards)
 
     def is_alone(name: str) -> bool:
         return name.partition(".")[0] not in MAIN and name not in shards.held

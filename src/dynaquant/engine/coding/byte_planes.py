@@ -6,8 +6,6 @@ are similar and compress well; the low bytes of mantissas are noise and do not.
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
@@ -22,24 +20,20 @@ def encode(data: NDArray[np.uint8], itemsize: int) -> bytes:
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     planes = data.reshape(-1, itemsize).T
     frames = [compressor.compress(np.ascontiguousarray(plane).data) for plane in planes]
-    return b"".join(struct.pack("<Q", len(frame)) + frame for frame in frames)
+    return b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
 
 
 def decode(stream: bytes, size: int, itemsize: int) -> NDArray[np.uint8]:
     """Return the ``size`` bytes of a stream of ``encode``. Raises ValueError if it is damaged or has another size."""
     count = size // itemsize
-    frames = []
-    position = 0
+    frames, end = [], 0
     for _ in range(itemsize):
-        if len(stream) - position < 8:
+        begin = end + 8
+        end = begin + int.from_bytes(stream[end:begin], "little")
+        if end > len(stream):
             raise ValueError("the byte planes end too early")
-        (length,) = struct.unpack_from("<Q", stream, position)
-        position += 8
-        if length > len(stream) - position:
-            raise ValueError("the byte planes end too early")
-        frames.append(memoryview(stream)[position : position + length])
-        position += length
-    if position != len(stream):
+        frames.append(memoryview(stream)[begin:end])
+    if end != len(stream):
         raise ValueError("there are extra bytes after the byte planes")
     try:
         # Checked before allocating anything, because a damaged frame may claim any size.

@@ -40,15 +40,11 @@ class Quantized(Protocol):
 
 def encode(quantized: Quantized, parent: Quantized | None) -> bytes:
     """Return the coded levels of a tensor. parent: the parent's tensor, of the same size; None: use no parent."""
-    return cast(bytes, _encoded(quantized, parent, None))
+    return cast(bytes, encode_if_shorter(quantized, parent, None))
 
 
-def encode_if_shorter(quantized: Quantized, parent: Quantized, least_gain: float) -> bytes | None:
+def encode_if_shorter(quantized: Quantized, parent: Quantized | None, least_gain: float | None) -> bytes | None:
     """Return what ``encode`` does; None if the parent saves less than this share of the bits."""
-    return _encoded(quantized, parent, least_gain)
-
-
-def _encoded(quantized: Quantized, parent: Quantized | None, least_gain: float | None) -> bytes | None:
     tables = _tables(quantized.codebook, parent.codebook if parent else None)
     sources = _NOTHING if parent is None else parent.levels
     return _native.encode_conditional(

@@ -87,10 +87,7 @@ def _unfolded(folded: Any) -> Any:
 
 
 def _best_prediction(levels: Any, predicted: Any) -> tuple[bool, int]:
-    """Return whether the parent predicts and along how many axes differences are taken: what a sample says.
-
-    predicted: by the parent, or None.
-    """
+    """Return whether the parent predicts and along how many axes differences are taken: what a sample says."""
     boxes = [(levels[box], None if predicted is None else predicted[box]) for box in _boxes(levels.shape)]
     axes = [0, *(n for n in range(1, MOST_AXES + 1) if levels.shape[-n] > 1)]
     choices = list(itertools.product((False,) if predicted is None else (False, True), axes))

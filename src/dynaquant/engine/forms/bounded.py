@@ -141,11 +141,6 @@ def level_dtype(dtype: torch.dtype) -> type[np.int32] | type[np.int64]:
     return np.int64 if dtype == torch.float64 else np.int32
 
 
-def largest_level(dtype: torch.dtype) -> int:
-    """Return the largest level that a value may have. Values further out are stored exactly."""
-    return 2**52 if dtype == torch.float64 else 2**31 - 1
-
-
 def on_grid(levels: Integers | NDArray[np.float64], step: float, dtype: torch.dtype) -> Tensor:
     """Return level times step, rounded to a dtype. Of a dtype with less bits than float32, it is rounded twice.
 
@@ -161,9 +156,10 @@ def nearest_levels(values: Tensor, step: float, dtype: torch.dtype) -> NDArray[n
 
     values: float, flat, on the host. dtype: of the tensor whose levels these are.
     """
+    largest = 2**52 if dtype == torch.float64 else 2**31 - 1
     with np.errstate(all="ignore"):
         levels: NDArray[np.float64] = np.rint(values.detach().to(torch.float64).numpy() / step)
-        levels[~(np.abs(levels) <= largest_level(dtype))] = np.nan
+        levels[~(np.abs(levels) <= largest)] = np.nan
     return levels
 
 

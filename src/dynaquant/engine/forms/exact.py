@@ -74,32 +74,25 @@ def _bytes_of_parent(parent: StoredTensor | None, dtype: torch.dtype, shape: tor
     return None
 
 
-def decode(scheme: Raw | BytePlanes, coded: Coded) -> Tensor:
-    """Return the tensor of a stream. Raises ValueError if it is damaged."""
-    if isinstance(scheme, BytePlanes):
-        itemsize = coded.dtype.itemsize
-        return _tensor(byte_planes.decode(coded.stream, coded.shape.numel() * itemsize, itemsize), coded)
-    return _tensor(np.frombuffer(coded.stream, dtype=np.uint8).copy(), coded)
-
-
-def decode_lossless(scheme: Lossless, coded: Coded) -> Tensor:
+def decode(scheme: Raw | BytePlanes | Lossless, coded: Coded) -> Tensor:
     """Return the tensor of a stream. Raises ValueError if it is damaged, or the parent does not fit."""
     itemsize = coded.dtype.itemsize
-    return _tensor(
-        lossless.decode(coded.stream, coded.shape.numel() * itemsize, itemsize, _before(scheme, coded)), coded
-    )
-
-
-def _tensor(data: NDArray[np.uint8], coded: Coded) -> Tensor:
+    size = coded.shape.numel() * itemsize
+    if isinstance(scheme, Lossless):
+        data = lossless.decode(coded.stream, size, itemsize, _before(scheme, coded))
+    elif isinstance(scheme, BytePlanes):
+        data = byte_planes.decode(coded.stream, size, itemsize)
+    else:
+        data = np.frombuffer(coded.stream, dtype=np.uint8).copy()
     if coded.dtype == torch.bool and data.size and int(data.max()) > 1:
         raise ValueError("a bool is neither 0 nor 1")
-    if coded.shape.numel() == 0:
+    if size == 0:
         return torch.empty(coded.shape, dtype=coded.dtype)  # the strides of an empty array do not allow the view below
     return torch.from_numpy(data).view(coded.dtype).reshape(coded.shape)
 
 
 def decodes_to(scheme: Lossless, coded: Coded, wanted: Tensor) -> bool:
-    """Whether ``decode_lossless`` would return a tensor with these bits. Raises ValueError as it does.
+    """Whether ``decode`` would return a tensor with these bits. Raises ValueError as it does.
 
     wanted: of the dtype and shape of the stream. Needs no memory for the values, and takes less time than decoding.
     """

@@ -46,11 +46,6 @@ class Form(ABC):
         return False
 
     @property
-    def is_positive(self) -> bool:
-        """Whether it is plain that all values are above zero, without computing all. False if that is not plain."""
-        return False
-
-    @property
     def other(self) -> tuple[str, StoredTensor] | None:
         """The name of the tensor that is decoded before this one, and the tensor; None if there is none."""
         return None

@@ -21,6 +21,7 @@ from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED, Centres, Codebook, Grid, LogGrid, in_common
 from dynaquant.engine.tensors.dtypes import saturating_cast
 
+NO_OUTLIERS = np.zeros(0, dtype=np.uint16)
 _LEAST_GAIN = 0.03
 """Levels are conditioned on the parent's if that saves this share of their bits. Otherwise a restore does not need the
 parent's (docs/decisions.md, "Which tensors are conditioned on the parent?")."""
@@ -51,11 +52,6 @@ class QuantizedTensor(Form):
         return Levels(self.levels, FIRST_BIN + self.codebook.bins)
 
     @property
-    def factor_levels(self) -> tuple[QuantizedTensor, ...]:
-        """The tensors of levels whose outer product its values are: itself alone."""
-        return (self,)
-
-    @property
     def is_zero(self) -> bool:
         if self.codebook.bins or len(self.protected):
             return False
@@ -63,7 +59,7 @@ class QuantizedTensor(Form):
 
     @property
     def is_positive(self) -> bool:
-        """Whether no value is pruned, none is an outlier, and all bins are above zero."""
+        """Whether it is plain that all values are above zero: none is pruned or an outlier, and all bins are."""
         if not self.levels.size:
             return True
         if len(self.protected) or int(self.levels.min()) == PRUNED:
@@ -110,15 +106,14 @@ class QuantizedTensor(Form):
             return None
         codebook, shifts = common
         levels = np.zeros(tuple(shape), dtype=np.uint8)
-        outliers = (
-            np.zeros(tuple(shape), dtype=np.uint16) if any(len(stored.protected) for _, stored in parts) else None
-        )
+        any_outliers = any(len(stored.protected) for _, stored in parts)
+        outliers = np.zeros(tuple(shape), dtype=np.uint16) if any_outliers else None
         for (box, stored), shift in zip(parts, shifts, strict=True):
             own = stored.levels.reshape(box.sizes)
             levels[box.slices] = np.where(own >= FIRST_BIN, own + np.uint8(shift), own) if shift else own
             if outliers is not None:
                 outliers[box.slices] = stored._dense_outliers()
-        protected = np.zeros(0, np.uint16) if outliers is None else outliers[levels == PROTECTED]
+        protected = NO_OUTLIERS if outliers is None else outliers[levels == PROTECTED]
         return cls(dtype, shape, levels.reshape(-1), codebook, protected)
 
     def _dense_outliers(self) -> NDArray[np.uint16]:
@@ -170,8 +165,7 @@ def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
     else:
         values = flat[levels == PROTECTED]
     largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity
-    bits: NDArray[np.uint16] = values.clamp(-largest, largest).to(half).cpu().view(torch.uint16).numpy()
-    return bits
+    return values.clamp(-largest, largest).to(half).cpu().view(torch.uint16).numpy()
 
 
 def _encode_rearranged(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Rearranged, bytes]:
@@ -251,5 +245,5 @@ def _quantized_parent(parent: StoredTensor | None, elements: int) -> QuantizedTe
 
 def _decode_protected(stream: bytes, count: int) -> NDArray[np.uint16]:
     if count == 0 and not stream:
-        return np.zeros(0, dtype=np.uint16)
+        return NO_OUTLIERS
     return byte_planes.decode(stream, 2 * count, 2).view("<u2")

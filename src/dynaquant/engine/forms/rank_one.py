@@ -33,11 +33,6 @@ class RankOne(Form):
     rows: QuantizedTensor
     columns: QuantizedTensor
 
-    @property
-    def factor_levels(self) -> tuple[QuantizedTensor, ...]:
-        """The tensors of levels whose outer product its values are: rows and columns."""
-        return self.rows, self.columns
-
     @cached_property
     def _factor_values(self) -> tuple[Tensor, Tensor]:
         """The values of rows and columns, on the host."""
@@ -45,7 +40,7 @@ class RankOne(Form):
 
     @property
     def is_positive(self) -> bool:
-        """Whether the smallest row times the smallest column is above zero."""
+        """Whether all values are above zero: the smallest row times the smallest column is."""
         rows, columns = self._factor_values
         if not rows.numel() or not columns.numel():
             return True

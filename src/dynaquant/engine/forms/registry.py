@@ -11,7 +11,7 @@ from dynaquant.engine.forms.scheme import Scheme
 DECODERS: dict[str, Decode] = {
     schemes.Raw.kind: exact.decode,
     schemes.BytePlanes.kind: exact.decode,
-    schemes.Lossless.kind: exact.decode_lossless,
+    schemes.Lossless.kind: exact.decode,
     schemes.Conditional.kind: levels.decode_conditional,
     schemes.Rearranged.kind: levels.decode_rearranged,
     schemes.RankOneFactors.kind: rank_one.decode,

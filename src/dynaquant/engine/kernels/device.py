@@ -20,6 +20,7 @@ SMALL = 32_768
 """Elements up to which a tensor is better computed on the host: here, an operation takes longer to begin."""
 _BUCKETS = 65_536
 _FAR = 200.0
+"""Values beyond so many grid steps count as that far: they are protected, and nothing overflows."""
 _PROTECTED_MULTIPLE = 128
 """From this multiple of the grid step on, values are protected."""
 _WORD = 0xFFFF_FFFF
@@ -48,10 +49,6 @@ def _top_bits(flat: Tensor) -> Tensor:
 def _buckets(flat: Tensor) -> Tensor:
     """Return the top 16 bits of each value as a number from 0 on, int32."""
     return _top_bits(flat).to(torch.int32) & 0xFFFF
-
-
-def _look_up(table: Tensor, index: Tensor) -> Tensor:
-    return table.index_select(0, index)
 
 
 def total(tensor: Tensor) -> Tensor:
@@ -121,9 +118,9 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
     other = None if sensitivity is None else (_flat(sensitivity[0]), torch.from_numpy(sensitivity[1]).to(tensor.device))
     for piece in _pieces(flat.numel()):
-        level = _look_up(magnitude_table, _buckets(flat[piece]))
+        level = magnitude_table.index_select(0, _buckets(flat[piece]))
         if other is not None:
-            by_sensitivity = _look_up(other[1], _buckets(other[0][piece].to(torch.float32)))
+            by_sensitivity = other[1].index_select(0, _buckets(other[0][piece].to(torch.float32)))
             undecided = by_sensitivity == _native.UNDECIDED
             level = torch.where(undecided | (level == _native.LEVEL_PROTECTED), level, by_sensitivity)
         levels[piece] = level
@@ -143,10 +140,10 @@ def levels_in_turns(
     below, above, ups, of_rows = torch.split(tables, [len(low), len(high), goes_up.size, len(turns)])
     for piece in _pieces(flat.numel()):
         buckets = _buckets(flat[piece])
-        level = _look_up(below, buckets)
+        level = below.index_select(0, buckets)
         rows = torch.arange(piece.start, piece.stop, device=tensor.device) // width
-        index = _look_up(of_rows, rows).to(torch.int32) * 256 + level
-        levels[piece] = torch.where(_look_up(ups, index).bool(), _look_up(above, buckets), level)
+        index = of_rows.index_select(0, rows).to(torch.int32) * 256 + level
+        levels[piece] = torch.where(ups.index_select(0, index).bool(), above.index_select(0, buckets), level)
     return levels
 
 
@@ -198,10 +195,7 @@ def grid_errors(tensor: Tensor, inverse: float, step: float, seed: int | None, f
 
 
 def _multiples(values: Tensor, inverse: float, seed: int | None, first: int) -> Tensor:
-    """Return the multiple of the grid step that each value is rounded to, float32. first: the index of the first one.
-
-    Values beyond ``_FAR`` grid steps count as that far: they are protected, and nothing overflows.
-    """
+    """Return the multiple of the grid step that each value is rounded to, float32. first: index of the first one."""
     steps = (values.to(torch.float32) * inverse).clamp_(-_FAR, _FAR)
     if seed is None:
         return steps.round_()  # ties to even
@@ -211,10 +205,8 @@ def _multiples(values: Tensor, inverse: float, seed: int | None, first: int) -> 
 
 
 def _uniform(piece: slice, seed: int, device: torch.device) -> Tensor:
-    """Return a random number in [0, 1) for each index, by the finalizer of MurmurHash3.
-
-    Computes in int64, which holds unsigned 32-bit words.
-    """
+    """Return a random number in [0, 1) for each index, by the finalizer of MurmurHash3."""
+    # int64 holds unsigned 32-bit words.
     h = torch.arange(piece.start, piece.stop, dtype=torch.int64, device=device)
     h = (h & _WORD) * 0x9E3779B1 & _WORD ^ seed
     h = (h ^ h >> 16) * 0x85EBCA6B & _WORD
@@ -242,7 +234,7 @@ def values(
         raise ValueError("the number of protected values differs from the number of protected levels")
     out = torch.empty(levels.size, dtype=table.dtype, device=device) if out is None else out
     for piece in _pieces(levels.size):
-        out[piece] = _look_up(moved_table, moved_levels[piece].to(torch.int32))
+        out[piece] = moved_table.index_select(0, moved_levels[piece].to(torch.int32))
     if len(protected):
         shift = 16 if table.dtype == torch.float32 else 0
         bits = torch.from_numpy((protected.astype(np.int32) << shift).astype(np.int32 if shift else np.uint16))

@@ -55,8 +55,7 @@ def _float32(tensor: Tensor) -> NDArray[np.float32]:
 def bits_of(tensor: Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
     """Return the bit patterns, flat. Copies only if necessary. float64 is rounded to float32 first."""
     flat = _flat(tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor)
-    bits: NDArray[np.uint32] | NDArray[np.uint16] = flat.view(_unsigned(flat.dtype)).numpy()
-    return bits
+    return flat.view(_unsigned(flat.dtype)).numpy()
 
 
 def _unsigned(dtype: torch.dtype) -> torch.dtype:

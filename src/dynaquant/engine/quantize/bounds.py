@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from dynaquant.engine.bound import Bound
 from dynaquant.engine.coding.prediction import Integers
 from dynaquant.engine.forms.bounded import BoundedTensor, filled, level_dtype, nearest_levels, on_grid
 from dynaquant.engine.quantize.magnitude import magnitudes
-from dynaquant.engine.reduction import Numbers, Reduce, Reduction, run_in_windows, total
+from dynaquant.engine.reduction import Numbers, Reduction, run_in_windows, total
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, bytes_of
 from dynaquant.engine.tensors.shard import Shard
@@ -43,28 +42,26 @@ def average_bounds(averages: Mapping[str, Tensor], share: float, shards: Shards 
 def quantize_bounded(
     tensors: Mapping[str, Tensor],
     bounds: Mapping[str, Bound],
-    shards: Mapping[str, Shard] = MappingProxyType({}),
-    reduce: Reduce | None = None,
+    shards: Shards = WHOLE,
 ) -> dict[str, BoundedTensor]:
     """Return the tensors that have a bound, by name. Those that must be stored exactly are left out.
 
-    tensors: of more names than ``bounds``, perhaps. shards, reduce: of a sharded training, as for ``quantize_moments``.
+    tensors: of more names than ``bounds``, perhaps. shards: of a sharded training, as for ``quantize_moments``.
     """
 
     def start(name: str) -> Reduction[BoundedTensor | None]:
-        return within(tensors[name], bounds[name], shards.get(name))
+        return within(tensors[name], bounds[name], shards.of(name, tensors[name]))
 
-    found = run_in_windows(bounds, start, lambda name: tensors[name].numel(), reduce)
+    found = run_in_windows(bounds, start, lambda name: tensors[name].numel(), shards.reduce)
     return {name: quantized for name, quantized in found.items() if quantized is not None}
 
 
-def within(tensor: Tensor, bound: Bound, shard: Shard | None = None) -> Reduction[BoundedTensor | None]:
+def within(tensor: Tensor, bound: Bound, shard: Shard) -> Reduction[BoundedTensor | None]:
     """Return a tensor on a grid, every finite value within the bound. None if it must be stored exactly.
 
-    shard: what the tensor is of the whole one, None if it is all of it. The whole one's range decides about the grid.
-    Only the levels of values that are stored exactly, which count for nothing, depend on the shard.
+    shard: what the tensor is of the whole one. The whole one's range decides about the grid. Only the levels of
+    values that are stored exactly, which count for nothing, depend on the shard.
     """
-    shard = shard or Shard.whole(tensor.shape)
     if tensor.dtype not in QUANTIZABLE_DTYPES or not shard.shape.numel():
         return None
     values = tensor.detach().cpu().reshape(-1)

@@ -37,6 +37,5 @@ class Epsilon:
         return min(self.value, _LARGEST) / 2**20
 
 
-UNKNOWN = Epsilon()
 epsilon_with = lru_cache(maxsize=64)(Epsilon)
 """Returns an ``Epsilon``; the thousands of tensors of a checkpoint share a few."""

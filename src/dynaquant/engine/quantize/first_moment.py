@@ -20,12 +20,11 @@ from torch import Tensor
 from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import pieces
-from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor, protected_values
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment, in_units, levels_in_units
-from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.grid import quantize
-from dynaquant.engine.quantize.log_grid import NO_OUTLIERS
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Reduction, total
 from dynaquant.engine.tensors.codebook import (
@@ -36,7 +35,7 @@ from dynaquant.engine.tensors.codebook import (
     PROTECTED,
     RUNGS_PER_OCTAVE,
     Grid,
-    rung_value,
+    inverse_step,
 )
 from dynaquant.engine.tensors.shard import Shard
 
@@ -52,8 +51,8 @@ def quantize_first_moment(
     stored_second: QuantizedTensor | RankOne,
     second_name: str,
     tolerance: float,
-    shard: Shard | None = None,
-    epsilon: Epsilon = UNKNOWN,
+    shard: Shard | None,
+    epsilon: Epsilon,
 ) -> Reduction[ScaledMoment | None]:
     """Return the coarsest first moment that changes the next update by at most ``tolerance``; None: store it exactly.
 
@@ -68,26 +67,27 @@ def quantize_first_moment(
         return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
     if (yield from total(_is_divided_by_zero(first, stored_second, epsilon)))[0]:
         return None
+    held = shard or Shard.whole(first.shape)
+    exact, second = sample(first, held), sample_stored(stored_second, held)
     if shard is None:
-        sampled = _samples(first, stored_second, Shard.whole(first.shape))
-        steps = _native.coarsest_update(*sampled, epsilon.assumed, rungs(0), inverses(0), tolerance)
+        steps = _native.coarsest_update(exact, second, epsilon.assumed, rungs(0), inverses(0), tolerance)
     else:
-        steps = yield from _coarsest(0, _fits_of_update(*_samples(first, stored_second, shard), epsilon), tolerance)
+        steps = yield from _coarsest(0, _fits_of_update(exact, second, epsilon), tolerance)
     if steps is None or (units := _units_on_grid(first, stored_second, *steps)) is None:
         return None
     return ScaledMoment(first.dtype, units, stored_second, second_name)
 
 
-def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = None) -> Reduction[QuantizedTensor | None]:
+def quantize_momentum(first: Tensor, tolerance: float, shard: Shard) -> Reduction[QuantizedTensor | None]:
     """Return the coarsest first moment for an optimizer without second moments; None: store it exactly.
 
     An infinite tolerance drops it: all values become zero. The update is the moment itself. So the grid step is
     relative to the moment's root mean square, and the change is the relative error of the moment, on a sample. shard:
-    as for ``quantize_first_moment``.
+    what ``first`` is of the whole tensor.
     """
     if tolerance == math.inf:
         return _all_zero(first.dtype, first.shape)
-    sampled = sample(first, shard or Shard.whole(first.shape))
+    sampled = sample(first, shard)
     square = float(np.square(sampled.astype(np.float64)).sum())  # not a product: BLAS would wake its threads
     squares, count = (yield from total(square, sampled.size)).tolist()
     root_mean_square = math.sqrt(squares) / math.sqrt(max(count, 1))
@@ -124,18 +124,8 @@ class _Fits:
     by_rung: NDArray[np.float64]
 
 
-def _samples(
-    first: Tensor, stored_second: QuantizedTensor | RankOne, shard: Shard
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the samples of a first moment and its stored second moment."""
-    return sample(first, shard), sample_stored(stored_second, shard)
-
-
 def _fits_of_update(exact: NDArray[np.float32], second: NDArray[np.float32], epsilon: Epsilon) -> _Fits:
-    """Return the fits of grids to a first moment in units of the root of its second moment.
-
-    The update is ``m / (sqrt(v) + ε)``. Its divisor is the same for all grids.
-    """
+    """Return the fits of grids to a first moment in units of the root of its second moment."""
     found = np.empty(4 * len(FIRST_RUNGS))
     square, largest = _native.update_fits(exact, second, epsilon.assumed, inverses(0), found)
     return _Fits(square if largest <= LARGEST else math.nan, found)
@@ -159,14 +149,11 @@ def rungs(unit: int) -> NDArray[np.int32]:
 @lru_cache(maxsize=256)
 def inverses(unit: int) -> NDArray[np.float32]:
     """Return one by the step of each of ``rungs``."""
-    return np.array([np.float32(1) / rung_value(int(rung)) for rung in rungs(unit)])
+    return np.array([inverse_step(int(rung)) for rung in rungs(unit)], dtype=np.float32)
 
 
 def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, int] | None]:
-    """Return the rungs that make and decode levels, those of the coarsest grid within the tolerance, or None.
-
-    unit: the rung that ``FIRST_RUNGS`` counts from. fits: of the rank's part of the sample.
-    """
+    """Return the rungs that make and decode levels, those of the coarsest grid within the tolerance, or None."""
     square, *sums = yield from total(fits.square, fits.by_rung)
     return _native.coarsest(float(square), np.array(sums), rungs(unit), tolerance)
 
@@ -178,18 +165,14 @@ def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, 
     """
     if not first.numel():
         return _on_grid(in_units(first, second), rung, decoded)
-    found = levels_in_units(first, second, float(np.float32(1) / rung_value(rung)))
+    found = levels_in_units(first, second, inverse_step(rung))
     levels = torch.cat([own for own, _ in found]) if len(found) > 1 else found[0][0]
     highest = max(wait() for _, wait in found)
-    if highest >= FIRST_BIN + MAX_BINS and not _is_finite(first, levels):
-        return None
+    if highest >= FIRST_BIN + MAX_BINS:  # an infinite or NaN value is an outlier
+        outliers = first.detach().reshape(-1)[(levels == PROTECTED).to(first.device)]
+        if not bool(outliers.isfinite().all()):
+            return None
     return units_of_levels(levels, highest, first, second, decoded)
-
-
-def _is_finite(first: Tensor, levels: Tensor) -> bool:
-    """Whether a first moment is finite. levels: those of its units; an infinite or NaN value is an outlier."""
-    outliers = first.detach().reshape(-1)[(levels == PROTECTED).to(first.device)]
-    return bool(outliers.isfinite().all())
 
 
 def units_of_levels(
@@ -205,14 +188,10 @@ def units_of_levels(
 
 def _on_grid(tensor: Tensor, rung: int, decoded: int) -> QuantizedTensor:
     """Return levels of the step ``rung``, decoded with the step ``decoded``. Outliers are as they were."""
-    return _with_step(quantize(tensor, rung), decoded)
-
-
-def _with_step(quantized: QuantizedTensor, rung: int) -> QuantizedTensor:
-    return replace(quantized, codebook=Grid(rung, quantized.codebook.bins))
+    quantized = quantize(tensor, rung)
+    return replace(quantized, codebook=Grid(decoded, quantized.codebook.bins))
 
 
 def _all_zero(dtype: torch.dtype, shape: torch.Size) -> QuantizedTensor:
-    """Return a tensor of zeros."""
     levels = np.zeros(shape.numel(), dtype=np.uint8)
-    return QuantizedTensor(dtype, shape, levels, Grid(0, 0), np.zeros(0, dtype=np.uint16))
+    return QuantizedTensor(dtype, shape, levels, Grid(0, 0), NO_OUTLIERS)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import dequantize, piece_length, pieces
-from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor, protected_values
 from dynaquant.engine.kernels.host import grid_levels_and_errors
-from dynaquant.engine.tensors.codebook import FIRST_BIN, MAX_BINS, Grid, rung_value
+from dynaquant.engine.tensors.codebook import FIRST_BIN, MAX_BINS, Grid, inverse_step, rung_value
 from dynaquant.engine.tensors.shard import Shard
 
 
@@ -42,7 +40,7 @@ def _begun(tensor: Tensor, rung: int, levels: Tensor, highest: Callable[[], int]
 
     def finish() -> QuantizedTensor:
         wanted = highest() - FIRST_BIN + 1
-        protected = protected_values(tensor, levels) if wanted > MAX_BINS else np.zeros(0, dtype=np.uint16)
+        protected = protected_values(tensor, levels) if wanted > MAX_BINS else NO_OUTLIERS
         bins = min(max(wanted, 0), MAX_BINS)
         return QuantizedTensor(tensor.dtype, tensor.shape, copied(), Grid(rung, bins), protected)
 
@@ -51,18 +49,13 @@ def _begun(tensor: Tensor, rung: int, levels: Tensor, highest: Callable[[], int]
 
 def _levels(tensor: Tensor, rung: int, seed: int | None, shard: Shard | None) -> tuple[Tensor, Callable[[], int]]:
     """Return the levels, and a function that waits for the highest one."""
-    kernel, inverse = kernels.for_device(tensor.device), _inverse(rung)
+    kernel, inverse = kernels.for_device(tensor.device), inverse_step(rung)
     if seed is None or shard is None or not tensor.numel():
         return kernel.grid_levels(tensor, inverse, seed)
     flat = tensor.detach().reshape(-1)
     found = [kernel.grid_levels(flat[at : at + size], inverse, seed, first) for at, first, size in shard.runs]
     waits = [highest for _, highest in found]  # without the levels, which would be kept twice
     return torch.cat([levels for levels, _ in found]), lambda: max(highest() for highest in waits)
-
-
-@cache
-def _inverse(rung: int) -> float:
-    return float(np.float32(1) / rung_value(rung))
 
 
 Empty = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
@@ -127,7 +120,7 @@ class RoundedToGrid:
         tensor = self.read()
         if tensor is not exact or tensor.dtype != torch.float32:
             return None
-        inverse, step = _inverse(self.rung), float(rung_value(self.rung))
+        inverse, step = inverse_step(self.rung), float(rung_value(self.rung))
         if self.keeps_levels and tensor.is_cpu and self.shard is None:
             levels, highest, found = grid_levels_and_errors(tensor, inverse, step, self.seed)
             self._made[:] = [_begun(tensor, self.rung, levels, lambda: highest)]
@@ -143,7 +136,7 @@ class RoundedToGrid:
     def _round(self, values: Tensor, begin: int, out: Tensor) -> None:
         """Round some values. begin: index of the first one in this part of the tensor."""
         grid_values = kernels.for_device(values.device).grid_values
-        inverse, step = _inverse(self.rung), float(rung_value(self.rung))
+        inverse, step = inverse_step(self.rung), float(rung_value(self.rung))
         if self.seed is None or self.shard is None:
             grid_values(values, inverse, step, self.seed, begin, out)
             return

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
-from dynaquant.cached import cached_property
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.grid import RoundedToGrid
 from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
@@ -120,18 +119,14 @@ class GridWeights:
 
         The candidate that is scored last is usually chosen, so it keeps the levels that scoring by errors makes.
         """
-        rungs, shards = self.rungs(configuration), self.shards.held
+        rungs, shards, keeps_levels = self.rungs(configuration), self.shards.held, not self.on_access
 
-        def read(name: str) -> Callable[[], Tensor]:
-            return partial(self.weights.__getitem__, name)
+        def rounded(name: str) -> RoundedToGrid:
+            seed = zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
+            read = partial(self.weights.__getitem__, name)
+            return RoundedToGrid(read, rungs[name], seed, shards.get(name), keeps_levels)
 
-        def seed(name: str) -> int | None:
-            return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
-
-        return {
-            name: RoundedToGrid(read(name), rungs[name], seed(name), shards.get(name), keeps_levels=not self.on_access)
-            for name in self.weights
-        }
+        return {name: rounded(name) for name in self.weights}
 
     def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
         """Return the quantized weights; a pure function. With ``on_access``, every look-up quantizes again."""
@@ -149,23 +144,19 @@ class GridWeights:
 
         δ is the error of a weight w, taken as evenly distributed over a grid step.
         """
-        elements = sum(self.sizes.values())
-        if not self._weighted_squares > 0:
+        weighted = sum(self.mean_squares[name] * square for name, square in self.squares.items())
+        if not weighted > 0:
             return 0
-        return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * self._weighted_squares / elements) / 2)
+        elements = sum(self.sizes.values())
+        return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * weighted / elements) / 2)
 
-    @cached_property
+    @property
     def coarsest_scale(self) -> int:
         """The scale exponent from which on every tensor has its largest grid step."""
         octaves = [
             math.log2(self.largest_steps[name]) + math.log2(value) / 2 for name, value in self.mean_squares.items()
         ]
         return math.ceil(SCALES_PER_OCTAVE * max(octaves, default=0.0))
-
-    @cached_property
-    def _weighted_squares(self) -> float:
-        """Σ F·w²."""
-        return sum(self.mean_squares[name] * square for name, square in self.squares.items())
 
 
 def grid_weights(

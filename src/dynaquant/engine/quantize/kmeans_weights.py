@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,11 @@ class KMeansWeights:
 
     def by_layer_type(self, histograms: Mapping[str, LogHistogram]) -> dict[str, LogHistogram]:
         """Return one histogram for each layer type: the sum over its tensors."""
-        return _totals((self.layer_types[name], histogram) for name, histogram in histograms.items())
+        totals: dict[str, LogHistogram] = {}
+        for name, histogram in histograms.items():
+            kind = self.layer_types[name]
+            totals[kind] = totals.get(kind, LogHistogram.empty()) + histogram
+        return totals
 
 
 def kmeans_weights(
@@ -94,10 +98,7 @@ def quantize_weights(prepared: KMeansWeights, configuration: Configuration) -> d
 
 
 def _fractions(configuration: Configuration, gradients: bool) -> tuple[float, float, float, float]:
-    """Return the fractions to prune by magnitude and by sensitivity, and to protect by magnitude and by sensitivity.
-
-    Without gradients, magnitude replaces sensitivity.
-    """
+    """Return the fractions to prune by magnitude and by sensitivity, and to protect by magnitude and by sensitivity."""
     pruned, protected = configuration.pruned, configuration.protected
     prune_by_sensitivity = gradients and configuration.pruning_metric == "sensitivity"
     to_sensitivity = {"magnitude": 0.0, "both": protected / 2, "sensitivity": protected}
@@ -113,10 +114,3 @@ def _fractions(configuration: Configuration, gradients: bool) -> tuple[float, fl
 def _sensitivity(weight: Tensor, gradient: Tensor) -> Tensor:
     """Return ``|gradient · weight|``, float32, on the weight's device: the first-order Taylor term (method 1.1)."""
     return gradient.to(weight.device, torch.float32, copy=True).mul_(weight.detach().to(torch.float32)).abs_()
-
-
-def _totals(histograms: Iterable[tuple[str, LogHistogram]]) -> dict[str, LogHistogram]:
-    totals: dict[str, LogHistogram] = {}
-    for layer_type, histogram in histograms:
-        totals[layer_type] = totals.get(layer_type, LogHistogram.empty()) + histogram
-    return totals

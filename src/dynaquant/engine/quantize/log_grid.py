@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynaquant import _native
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor
 from dynaquant.engine.quantize.moment_sample import held
 from dynaquant.engine.reduction import Reduction, total
 from dynaquant.engine.tensors.codebook import (
@@ -37,8 +37,6 @@ POSITIONS_PER_RUNG = 16
 """Values are rounded by their positions between two powers, in sixteenths of a rung."""
 GRID_TURNS = 64
 """Turns of the values of a tensor. Rows in a chunk have the same turn."""
-NO_OUTLIERS = np.zeros(0, np.uint16)
-"""On a logarithmic grid, no value is stored as an outlier."""
 Extremes = tuple[float, float]
 """The smallest value of a tensor that is at least ``SMALLEST``, infinity if there is none; and the largest value."""
 
@@ -54,46 +52,32 @@ class Threshold:
     value: int
     turns: int = 1
 
-    @classmethod
-    def nearest(cls, pace: int) -> Threshold:
-        """Return the threshold of rounding to the nearest power of ``2^(pace/4)``."""
-        return cls(POSITIONS_PER_RUNG * pace // 2)
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether the turn of a value matters."""
-        return self.value % self.turns != 0
-
 
 def quantize_to_log_grid(
     tensor: Tensor,
     pace: int,
-    extremes: Extremes | None = None,
-    threshold: Threshold | None = None,
-    shard: Shard | None = None,
-    negligible: float = 0.0,
+    extremes: Extremes,
+    threshold: Threshold,
+    shard: Shard,
+    negligible: float,
 ) -> QuantizedTensor | None:
     """Return the tensor with every value rounded to a power of ``2^(pace/4)``; None if this takes too many levels.
 
-    tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 1 % of
-    the middle between two powers may go to either. extremes: of the tensor of which this one is a part, if it is one.
-    They decide which powers have levels. threshold: by default, values go to the nearest power. shard: what the tensor
-    is of that one; None if it is all of it. negligible: smaller values, but for zeros, may be raised as far as this.
+    tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 1 % of the
+    threshold may go to either power. extremes: of the whole tensor. They decide which powers have levels. shard: what
+    the tensor is of the whole one. negligible: smaller values, but for zeros, may be raised as far as this.
     """
-    smallest, largest = extremes_of(tensor) if extremes is None else extremes
-    threshold = threshold or Threshold.nearest(pace)
-    found = _native.log_bins(smallest, largest, positions(), pace, threshold.value, threshold.turns, negligible)
+    found = _native.log_bins(*extremes, positions(), pace, threshold.value, threshold.turns, negligible)
     if found is None:
         return None
     first, bins = found
-
     codebook, kernel = LogGrid(pace, first, bins), kernels.for_device(tensor.device)
     position, rest = divmod(threshold.value, threshold.turns)
     low, high = (_level_table(tensor.dtype, pace, up_from, first) for up_from in (position + (rest > 0), position))
     if not rest or not tensor.numel():
         levels = kernel.table_levels(tensor, low)
     else:
-        chunks = _chunks_of_rows(shard or Shard.whole(tensor.shape), threshold.turns).astype(np.uint8)
+        chunks = _chunks_of_rows(shard, threshold.turns).astype(np.uint8)
         levels = kernel.levels_in_turns(tensor, low, high, _goes_up(pace, threshold, first), chunks)
     return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), codebook, NO_OUTLIERS)
 
@@ -107,9 +91,7 @@ def extremes_of(tensor: Tensor) -> Extremes:
         return kernel.smallest_from(tensor, SMALLEST), float(np.float32(kernel.extremes(tensor)[1]))
 
 
-def threshold_for(
-    values: NDArray[np.float32], pace: int, shard: Shard, negligible: float = 0.0
-) -> Reduction[Threshold]:
+def threshold_for(values: NDArray[np.float32], pace: int, shard: Shard, negligible: float) -> Reduction[Threshold]:
     """Return the threshold at which updates by the rounded values are as long as before on average.
 
     values: the rank's part of a sample of a second moment. negligible: as for ``balanced``. A moment that is rounded to
@@ -161,7 +143,7 @@ def round_to_log_grid(
     dtype: torch.dtype,
     threshold: Threshold,
     shard: Shard,
-    negligible: float = 0.0,
+    negligible: float,
 ) -> NDArray[np.float32]:
     """Return what ``quantize_to_log_grid`` would store of a sample of a tensor of ``dtype``, as float32."""
     exponents = _exponents(positions()[_buckets(values)], pace, threshold, _chunks_of_sample(shard, threshold.turns))
@@ -175,16 +157,14 @@ def round_to_log_grid(
 def _chunks_of_sample(shard: Shard, turns: int) -> NDArray[np.int32]:
     """Return the chunk of each value of a sample."""
     rows: NDArray[np.int64] = held(shard).numpy() // max(math.prod(shard.local_shape[1:]), 1)
-    found: NDArray[np.int32] = _chunks_of_rows(shard, turns)[rows]
-    return found
+    return _chunks_of_rows(shard, turns)[rows]
 
 
 def _chunks_of_rows(shard: Shard, turns: int) -> NDArray[np.int32]:
     """Return the chunk of each row that the rank holds: a tensor has as many chunks of rows as turns, at most."""
     if not shard.shape:
         return np.zeros(1, dtype=np.int32)
-    found: NDArray[np.int32] = (shard.indices(0) * turns // max(shard.shape[0], 1)).astype(np.int32)
-    return found
+    return (shard.indices(0) * turns // max(shard.shape[0], 1)).astype(np.int32)
 
 
 def _powers(
@@ -195,8 +175,7 @@ def _powers(
     powers[_buckets(values) == 0] = 0
     if dtype == torch.float32:
         return powers
-    found: NDArray[np.float32] = saturating_cast(torch.from_numpy(powers), dtype).to(torch.float32).numpy()
-    return found
+    return saturating_cast(torch.from_numpy(powers), dtype).to(torch.float32).numpy()
 
 
 @cache
@@ -239,7 +218,7 @@ def _exponents(
 ) -> NDArray[np.int16]:
     """Return the exponent e of the power ``2^(pace·e/4)`` that each position is rounded to."""
     classes = POSITIONS_PER_RUNG * pace * threshold.turns
-    turns = _turns(at, pace, threshold.turns, chunks) if threshold.in_turns else 0
+    turns = _turns(at, pace, threshold.turns, chunks) if threshold.value % threshold.turns else 0
     rounded = np.floor_divide(at.astype(np.int32) * threshold.turns + turns - threshold.value, classes) + 1
     found: NDArray[np.int16] = np.clip(rounded, math.ceil(LOWEST_RUNG / pace), HIGHEST_RUNG // pace).astype(np.int16)
     return found
@@ -252,5 +231,4 @@ def _turns(at: NDArray[np.int16], pace: int, turns: int, chunks: NDArray[np.int3
 
 def _turn(down: NDArray[np.int32], turns: int, chunks: NDArray[Any] | int) -> NDArray[np.int32]:
     """Return the turn of values above these powers. One that has gone up or down gets another turn."""
-    found: NDArray[np.int32] = (chunks - (turns * 5 // 8 | 1) * down) & (turns - 1)
-    return found
+    return (chunks - (turns * 5 // 8 | 1) * down) & (turns - 1)

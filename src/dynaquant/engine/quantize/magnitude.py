@@ -92,7 +92,6 @@ def _of_plain(tensor: Tensor) -> Magnitude | None:
 def _extremes_of(tensor: Tensor, extremes: tuple[float, float] | None) -> tuple[list[float], list[float]]:
     """Return the highest value and minus the lowest one; the number of values that are not finite.
 
-    Without values, the first two are minus infinity. With values that are not finite, only their number counts.
     extremes: the lowest and the highest value, NaN if any value is NaN; None without values.
     """
     if extremes is None:
@@ -109,7 +108,7 @@ def _axes(tensor: Tensor, shard: Shard, largest: float) -> Axes:
     width = shard.shape[1:].numel()
     if min(height, width) == 1:
         return (shard.among_zeros(tensor.detach().reshape(-1).double().cpu().numpy()),)
-    rows, columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
+    rows, columns = shard.axes
     if not tensor.numel():
         return np.zeros(height), np.zeros(width)
     row_sums, column_sums = _squares(tensor.detach().reshape(tensor.shape[0], -1), _SAFE[0] < largest < _SAFE[1])

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
@@ -14,7 +13,7 @@ from dynaquant.engine.forms.form import Form
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
-from dynaquant.engine.label import Label, Role
+from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.epsilon import Epsilon, epsilon_with
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.engine.quantize.second_moment import quantize_second_moment
@@ -23,7 +22,8 @@ from dynaquant.engine.quantize.small_moments import (
     quantize_small_second_moment,
     small_values,
 )
-from dynaquant.engine.reduction import Reduce, Reduction, run_in_windows, total
+from dynaquant.engine.reduction import Reduction, run_in_windows, total
+from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.shard import Shard
 
 _SECOND_OF_FIRST = {"exp_avg": ("max_exp_avg_sq", "exp_avg_sq")}
@@ -40,8 +40,7 @@ def quantize_moments(
     first_tolerance: float,
     second_tolerance: float,
     first_tolerances: Mapping[str, float] = MappingProxyType({}),
-    shards: Mapping[str, Shard] = MappingProxyType({}),
-    reduce: Reduce | None = None,
+    shards: Shards = WHOLE,
     epsilons: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Form]:
     """Return the moments that can be quantized within the tolerances, by name. Store the others exactly.
@@ -55,8 +54,8 @@ def quantize_moments(
     - a first moment that lacks the second moment its key calls for, because its effect on an update is unknown (Adamax
       divides it by ``exp_inf``, Lion takes its sign). With an infinite tolerance it becomes zero instead.
 
-    In a sharded training, the tensors are local, and so are the results. shards: what they are of the whole tensors;
-    a tensor without one is whole. reduce: returns the numbers of all ranks, None for one process. Then:
+    In a sharded training, the tensors are local, and so are the results. shards: what they are of the whole tensors.
+    Then:
 
     - all ranks call this with the same names in the same order;
     - each element is given by one rank: others that hold a copy give an empty tensor and ``Shard.nothing``;
@@ -66,18 +65,11 @@ def quantize_moments(
     holds all elements, but for the last bits of sums.
     """
 
-    def shard_of(name: str, shape: torch.Size) -> Shard:
-        shard = shards.get(name) or Shard.whole(shape)
-        assert shape == shard.local_shape, name
-        return shard
-
-    of_role: dict[Role, list[str]] = {"second_moment": [], "first_moment": []}
-    for name in tensors:
-        if (found := of_role.get(labels[name].role)) is not None:
-            found.append(name)
-    moments = [*of_role["second_moment"], *of_role["first_moment"]]
+    of_seconds = [name for name in tensors if labels[name].role == "second_moment"]
+    of_firsts = [name for name in tensors if labels[name].role == "first_moment"]
+    moments = [*of_seconds, *of_firsts]
     # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
-    alone = moments if reduce is None else []
+    alone = [] if shards.divided else moments
     small = {name: values for name in alone if (values := small_values(tensors[name])) is not None}
     on_devices = kernels.all_extremes({n: tensors[n] for n in moments if tensors[n].device.type != "cpu"})
 
@@ -91,13 +83,13 @@ def quantize_moments(
 
     def size(name: str) -> int:
         # Sums of rows and columns are as long as those of the whole tensor.
-        return tensors[name].numel() + sum(shards[name].shape if name in shards else tensors[name].shape)
+        return tensors[name].numel() + sum(shards.of(name, tensors[name]).shape)
 
     def second(name: str) -> Reduction[QuantizedTensor | RankOne | None]:
         tensor, epsilon = tensors[name], epsilon_of(name)
         if (values := small.get(name)) is not None:
             return quantize_small_second_moment(values, tensor.shape, second_tolerance, epsilon)
-        shard = shard_of(name, tensor.shape)
+        shard = shards.of(name, tensor)
         if (yield from _usable(extremes_of(name), shard, lowest=0.0)):
             return (yield from quantize_second_moment(tensor, second_tolerance, shard, epsilon))
         return None
@@ -105,44 +97,38 @@ def quantize_moments(
     def first(name: str) -> Reduction[ScaledMoment | QuantizedTensor | None]:
         divisor = _second_of(name, tensors)
         if divisor is None:
-            return momentum(name)
-        tolerance = first_tolerances.get(name, first_tolerance)
-        return divided(name, divisor, seconds.get(divisor), tolerance)
-
-    def divided(
-        name: str, divisor: str, stored: QuantizedTensor | RankOne | None, tolerance: float
-    ) -> Reduction[ScaledMoment | None]:
+            return (yield from momentum(name))
+        stored, tolerance = seconds.get(divisor), first_tolerances.get(name, first_tolerance)
         if stored is None:
             return None
         tensor, epsilon = tensors[name], epsilon_of(name)
         are_small = divisor in small and tensor.shape == stored.shape and tolerance < math.inf
         if are_small and (values := small.get(name)) is not None:
             return quantize_small_first_moment(values, stored, divisor, tolerance, epsilon)
-        shard = shard_of(name, tensor.shape)
-        alike = shard_of(divisor, stored.shape) == shard
-        if reduce is None and tensor.is_cpu and tolerance < math.inf:  # its levels show whether all values are finite
-            usable = alike and tensor.numel() > 0
+        shard = shards.of(name, tensor)
+        alike = shards.of(divisor, tensors[divisor]) == shard
+        if tensor.is_cpu and tolerance < math.inf and not shards.divided:
+            usable = alike and tensor.numel() > 0  # its levels show whether all values are finite
         else:
             usable = yield from _usable(extremes_of(name), shard, alike=alike)
         if usable:
-            own = None if reduce is None else shard
+            own = shard if shards.divided else None
             return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, own, epsilon))
         return None
 
     def momentum(name: str) -> Reduction[QuantizedTensor | None]:
-        lacks_second = _is_divided(name)
+        lacks_second = name.rpartition(".")[2] in _SECOND_OF_FIRST
         # With a tolerance of its own it would be exact, and as large as the weights.
         tolerance = first_tolerance if lacks_second else first_tolerances.get(name, first_tolerance)
         if lacks_second and tolerance < math.inf:
             return None
-        tensor = tensors[name]
-        shard = shard_of(name, tensor.shape)
+        shard = shards.of(name, tensors[name])
         if (yield from _usable(extremes_of(name), shard)):
-            return (yield from quantize_momentum(tensor, tolerance, shard))
+            return (yield from quantize_momentum(tensors[name], tolerance, shard))
         return None
 
-    seconds = run_in_windows(of_role["second_moment"], second, size, reduce)
-    firsts = run_in_windows(of_role["first_moment"], first, size, reduce)
+    seconds = run_in_windows(of_seconds, second, size, shards.reduce)
+    firsts = run_in_windows(of_firsts, first, size, shards.reduce)
     return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
 
 
@@ -161,11 +147,6 @@ def _usable(
         usable = usable and lowest <= least and -math.inf < least and most < math.inf
     # A sum, because a NaN could get lost in a maximum.
     return not (yield from total(not usable))[0]
-
-
-def _is_divided(name: str) -> bool:
-    """Whether an update divides this first moment by the root of a second moment."""
-    return name.rpartition(".")[2] in _SECOND_OF_FIRST
 
 
 def _second_of(name: str, tensors: Mapping[str, Tensor]) -> str | None:

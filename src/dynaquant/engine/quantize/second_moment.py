@@ -13,11 +13,10 @@ from torch import Tensor
 
 from dynaquant import _native
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne, places
-from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.log_grid import (
-    NO_OUTLIERS,
     Down,
     Extremes,
     balanced,
@@ -41,15 +40,15 @@ SECOND_PACES = (4, 2, 1)
 
 
 def quantize_second_moment(
-    second: Tensor, tolerance: float, shard: Shard | None = None, epsilon: Epsilon = UNKNOWN
+    second: Tensor, tolerance: float, shard: Shard, epsilon: Epsilon
 ) -> Reduction[QuantizedTensor | RankOne | None]:
     """Return the cheapest form that changes ``1 / sqrt(v)`` by at most ``tolerance``; None: store it exactly.
 
     The change is the root mean square of ``sqrt(v / v̂) - 1`` over the elements of a sample that are not zero. v̂ is
-    the stored value of v. shard: what ``second`` is of the whole tensor, None if it is all of it. The form is that of
-    the local tensor. epsilon: of the optimizer. Elements whose v and v̂ are negligible beside it count as zero.
+    the stored value of v. shard: what ``second`` is of the whole tensor. The form is that of the local tensor. epsilon:
+    of the optimizer. Elements whose v and v̂ are negligible beside it count as zero.
     """
-    shard, negligible = shard or Shard.whole(second.shape), epsilon.negligible
+    negligible = epsilon.negligible
     if second.dtype == torch.float64 and (yield from total(_underflows(second, negligible)))[0]:
         return None
     values = sample(second, shard)
@@ -71,7 +70,7 @@ def quantize_second_moment(
 
 
 def quantize_rank_one(
-    tensor: Tensor, values: NDArray[np.float32], shard: Shard | None = None, negligible: float = 0.0
+    tensor: Tensor, values: NDArray[np.float32], shard: Shard, negligible: float
 ) -> Reduction[RankOne | None]:
     """Return a second moment as row mean × column mean / mean. Updates by it are as long as before on average.
 
@@ -81,10 +80,8 @@ def quantize_rank_one(
     """
     if tensor.ndim < 2:
         return None
-    shard = shard or Shard.whole(tensor.shape)
-    local_rows, local_columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
-    height = shard.shape[0]
-    sums = yield from total(*_row_and_column_sums(tensor, local_rows, local_columns))
+    axes, height = shard.axes, shard.shape[0]
+    sums = yield from total(*_row_and_column_sums(tensor, axes))
     if not len(sums) or not shard.shape.numel():
         return None
     levels = np.empty(height, dtype=np.uint8), np.empty(len(sums) - height, dtype=np.uint8)
@@ -93,7 +90,7 @@ def quantize_rank_one(
     found = _native.rank_one(sums[:height], sums[height:], positions(), *levels, classes, negligible)
     if found is None:
         return None
-    bins, axes = list(found), (local_rows, local_columns)
+    bins = list(found)
 
     def stored() -> RankOne:
         rows, columns = (_local(factor(b, each), axis) for b, each, axis in zip(bins, levels, axes, strict=True))
@@ -124,14 +121,9 @@ def factor(bins: tuple[int, int], levels: NDArray[np.uint8]) -> QuantizedTensor:
 
 
 def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[bool]:
-    """Whether a change is within the tolerance. change: what ``root_changes`` returns of the rank's part.
-
-    A decoded value is not usable if it is zero or infinite.
-    """
-    unusable, squares, count = (yield from total(change)).tolist()
-    if unusable:
-        return False
-    return not count or math.sqrt(squares / count) <= tolerance
+    """Whether a change is within the tolerance. change: what ``root_changes`` returns of the rank's part."""
+    unusable, squares, count = (yield from total(change)).tolist()  # zeros and infinities are unusable
+    return not unusable and (not count or math.sqrt(squares / count) <= tolerance)
 
 
 def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:
@@ -140,16 +132,13 @@ def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:
     return -float(found[0]), float(found[1])
 
 
-def _row_and_column_sums(tensor: Tensor, rows: Shard, columns: Shard) -> tuple[NDArray[np.float64], ...]:
-    """Return the local sums of rows and of columns, each among those of the whole tensor.
-
-    rows, columns: which of them the rank holds.
-    """
+def _row_and_column_sums(tensor: Tensor, axes: tuple[Shard, Shard]) -> tuple[NDArray[np.float64], ...]:
+    """Return the local sums of rows and of columns, each among those of the whole tensor."""
     if not tensor.numel():
-        return tuple(np.zeros(axis.shape.numel()) for axis in (rows, columns))
+        return tuple(np.zeros(axis.shape.numel()) for axis in axes)
     matrix = tensor.detach().reshape(tensor.shape[0], -1)
     sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
-    return tuple(axis.among_zeros(own) for axis, own in zip((rows, columns), sums, strict=True))
+    return tuple(axis.among_zeros(own) for axis, own in zip(axes, sums, strict=True))
 
 
 def _local(factor: QuantizedTensor, axis: Shard) -> QuantizedTensor:

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
-from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.kernels.host import plain_values
-from dynaquant.engine.quantize.epsilon import UNKNOWN, Epsilon
+from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.first_moment import inverses, rungs, units_of_levels
-from dynaquant.engine.quantize.log_grid import NO_OUTLIERS, positions
+from dynaquant.engine.quantize.log_grid import positions
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
 from dynaquant.engine.quantize.second_moment import SECOND_PACES, factor
 from dynaquant.engine.tensors.codebook import LogGrid
@@ -34,7 +34,7 @@ def small_values(tensor: Tensor) -> NDArray[np.float32] | None:
 
 
 def quantize_small_second_moment(
-    values: NDArray[np.float32], shape: torch.Size, tolerance: float, epsilon: Epsilon = UNKNOWN
+    values: NDArray[np.float32], shape: torch.Size, tolerance: float, epsilon: Epsilon
 ) -> QuantizedTensor | RankOne | None:
     """Do what ``quantize_second_moment`` does. None also stands for values that are not finite, or negative."""
     height = shape[0] if len(shape) > 1 else 0
@@ -54,22 +54,23 @@ def quantize_small_first_moment(
     stored_second: QuantizedTensor | RankOne,
     second_name: str,
     tolerance: float,
-    epsilon: Epsilon = UNKNOWN,
+    epsilon: Epsilon,
 ) -> ScaledMoment | None:
     """Do what ``quantize_first_moment`` does. None also stands for values that are not finite.
 
     tolerance: finite. stored_second: what ``quantize_small_second_moment`` returned.
     """
     levels = np.empty(len(values), dtype=np.uint8)
-    codebooks = [cast(LogGrid, factor.codebook) for factor in stored_second.factor_levels]
-    of_second, *of_columns = (factor.levels for factor in stored_second.factor_levels)
+    one = stored_second
+    rows, columns = (one.rows, one.columns) if isinstance(one, RankOne) else (one, None)
+    grid = cast(LogGrid, rows.codebook)
     found = _native_moments().first(
         values,
-        of_second,
-        codebooks[0].first,
-        of_columns[0] if of_columns else None,
-        codebooks[-1].first,
-        codebooks[0].pace,
+        rows.levels,
+        grid.first,
+        None if columns is None else columns.levels,
+        0 if columns is None else cast(LogGrid, columns.codebook).first,
+        grid.pace,
         tolerance,
         epsilon.assumed,
         epsilon.zero,

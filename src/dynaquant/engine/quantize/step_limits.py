@@ -26,15 +26,10 @@ class StepLimits:
     unmoved: float
     moved: float
 
-    @property
-    def unknown(self) -> float:
-        """The limit if the displacement is not known."""
-        return min(4 * self.unmoved, self.moved)
-
     def largest_step(self, magnitude: Magnitude, displacement: float | None) -> float:
         """Return the largest grid step of a tensor. displacement: root mean square; None if not known."""
         if displacement is None:
-            step = self.unknown * magnitude.small
+            step = min(4 * self.unmoved, self.moved) * magnitude.small
         else:
             step = min(max(displacement, self.unmoved * magnitude.small), self.moved * magnitude.small)
         return max(step, math.sqrt(magnitude.mean_square) / MOST_LEVELS)

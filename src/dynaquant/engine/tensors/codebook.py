@@ -40,6 +40,12 @@ def rung_value(rung: int) -> np.float32:
     return np.float32(math.ldexp(float(_ROOTS[quarter]), octave))
 
 
+@cache
+def inverse_step(rung: int) -> float:
+    """Return one by ``rung_value``, rounded to float32: what values are multiplied with to become grid steps."""
+    return float(np.float32(1) / rung_value(rung))
+
+
 @dataclass(frozen=True, eq=False)
 class Centres:
     """A list of values, float32, one for each bin (method 1.3)."""

@@ -33,8 +33,7 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.stride() != (1,):  # one element: counts as contiguous, but cannot be viewed as bytes
         flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
-    data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return data
+    return flat.view(torch.uint8).numpy()
 
 
 def saturating_cast(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
@@ -42,27 +41,21 @@ def hash_of(parts: Iterable[bytes | memoryview], size: int) -> str:
     """Return the hash of the concatenated parts, 64 hexadecimal digits. size: roughly how many bytes they have."""
     threads = _native.threads()
     if threads > 1 and size >= _SHARED_FROM:
-        shared = _shared(os.getpid(), threads)
+        hasher, free = _shared_hasher(os.getpid(), threads)
         # If the shared hasher is in use, hash on this thread alone.
-        if shared.free.acquire(blocking=False):
+        if free.acquire(blocking=False):
             try:
-                shared.hasher.reset()
-                return _digest(shared.hasher, parts)
+                hasher.reset()
+                return _digest(hasher, parts)
             finally:
-                shared.free.release()
+                free.release()
     return _digest(blake3(), parts)
 
 
-@dataclass(frozen=True)
-class _Shared:
-    hasher: blake3
-    """Owns its threads. (``blake3.AUTO`` would start one for each processor.)"""
-    free: threading.Lock = field(default_factory=threading.Lock)
-
-
 @lru_cache(maxsize=4)
-def _shared(process: int, threads: int) -> _Shared:  # noqa: ARG001 - part of the key: a forked process lacks its parent's threads
-    return _Shared(blake3(max_threads=threads))
+def _shared_hasher(process: int, threads: int) -> tuple[blake3, threading.Lock]:  # noqa: ARG001 - part of the key
+    """Return a hasher that owns its threads, which a forked process lacks, and a lock that is free."""
+    return blake3(max_threads=threads), threading.Lock()  # blake3.AUTO would start a thread for each processor
 
 
 def _digest(hasher: blake3, parts: Iterable[bytes | memoryview]) -> str:

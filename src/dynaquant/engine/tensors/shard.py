@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
@@ -49,6 +49,11 @@ class Shard:
     def is_whole(self) -> bool:
         """Whether the rank holds the whole tensor."""
         return self.local_shape == self.shape
+
+    @property
+    def axes(self) -> tuple[Shard, Shard]:
+        """Which rows and which columns of a matrix the rank holds: all dimensions but the first count as columns."""
+        return Shard(self.shape[:1], self.spans[:1]), Shard(self.shape[1:], self.spans[1:])
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, Box], ...]:
@@ -97,12 +102,10 @@ class Shard:
             return np.arange(len(indices)), indices
         held = np.ones(len(indices), dtype=bool)
         local = np.zeros(len(indices), dtype=np.int64)
-        for coordinates, table, size in zip(
-            np.unravel_index(indices, tuple(self.shape)), self._tables, self.local_shape, strict=True
-        ):
-            own = table[coordinates]
+        for dimension, coordinates in enumerate(np.unravel_index(indices, tuple(self.shape))):
+            own = _local_indices(self.shape[dimension], self.spans[dimension])[coordinates]
             held &= own >= 0
-            local = local * size + own
+            local = local * self.local_shape[dimension] + own
         positions = np.flatnonzero(held)
         return positions, local[positions]
 
@@ -123,34 +126,24 @@ class Shard:
         parts = [np.arange(begin, end, dtype=np.int64) for begin, end in self.spans[dimension]]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
-    @property
-    def _tables(self) -> list[NDArray[np.int64]]:
-        """For each dimension, the local index of each index; -1 if the rank does not hold it."""
-        return [_table(size, spans) for size, spans in zip(self.shape, self.spans, strict=True)]
-
 
 @lru_cache(maxsize=64)
-def _table(size: int, spans: tuple[Span, ...]) -> NDArray[np.int64]:
-    table = np.full(size, -1, dtype=np.int64)
+def _local_indices(size: int, spans: tuple[Span, ...]) -> NDArray[np.int64]:
+    """Return the local index of each index of a dimension; -1 if the rank does not hold it."""
+    found = np.full(size, -1, dtype=np.int64)
     at = 0
     for begin, end in spans:
-        table[begin:end] = np.arange(at, at + end - begin)
+        found[begin:end] = np.arange(at, at + end - begin)
         at += end - begin
-    return table
+    return found
 
 
 def spans_of(indices: Iterable[int]) -> tuple[Span, ...]:
     """Return the spans of a sequence of indices."""
-    return tuple(_joined(indices))
-
-
-def _joined(indices: Iterable[int]) -> Iterator[Span]:
-    begin = end = None
+    spans: list[Span] = []
     for index in indices:
-        if index != end:
-            if begin is not None and end is not None:
-                yield begin, end
-            begin = index
-        end = index + 1
-    if begin is not None and end is not None:
-        yield begin, end
+        if spans and spans[-1][1] == index:
+            spans[-1] = spans[-1][0], index + 1
+        else:
+            spans.append((index, index + 1))
+    return tuple(spans)

@@ -17,8 +17,6 @@ from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE
 Score = Callable[[Sequence[int], float], Sequence[float]]
 """Returns the degradations for the exponents of one round. NaN if one cannot be judged; it is never good enough. Those
 above the limit, or below the second argument, may be estimates."""
-Finish = Callable[[int], float]
-"""Returns the degradation for an exponent that was scored, and no estimate."""
 
 TARGET = 0.7
 """Share of the limit that a predicted exponent aims at. A higher aim would fail more often, and cost evaluations."""
@@ -140,7 +138,6 @@ def scale_search(
     limit: float,
     earlier: Sequence[float] | None = None,
     per_round: int = 1,
-    finish: Finish | None = None,
 ) -> int | None:
     """Return an exponent near the largest one whose degradation is at most ``limit``; None if there is none.
 
@@ -148,21 +145,18 @@ def scale_search(
     by an earlier search. With them, ``start`` is left only for exponents that these checkpoints together expect. A
     degradation measured on few data goes up and down with the scale, by luck: a search that takes the largest exponent
     that is good enough here and now finds luck, which the restored training does not have. So does one that takes the
-    best of several. per_round: how many exponents are scored at once, without ``earlier``; with it, one. finish: makes
-    sure that the result is no estimate; None if there are none.
+    best of several. per_round: how many exponents are scored at once, without ``earlier``; with it, one.
 
-    The result is smaller than all exponents that have failed.
+    The result is smaller than all exponents that have failed. It is scored once more, so that it is no estimate.
     """
     scored = _Scored(score, lowest, highest, limit, per_round if earlier is None else 1)
     at = min(max(start, lowest), highest)
-    while True:
-        best = _below_failures(scored, at, earlier)
-        if best is None or finish is None:
-            return best
-        scored.degradations[best] = finish(best)
+    while (best := _below_failures(scored, at, earlier)) is not None:
+        [scored.degradations[best]] = score([best], -math.inf)
         if scored.degradations[best] <= limit:
             return best
         at = best  # its estimate was too low
+    return None
 
 
 def _below_failures(scored: _Scored, start: int, earlier: Sequence[float] | None) -> int | None:

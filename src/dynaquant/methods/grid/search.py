@@ -52,10 +52,7 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
         def score(exponents: Sequence[int], low: float) -> list[float]:
             return trials.score([GridConfiguration(exponent, dithered) for exponent in exponents], low=low)
 
-        def finish(exponent: int) -> float:
-            return trials.score([GridConfiguration(exponent, dithered)])[0]
-
-        return scale_search(start, finest, coarsest, score, limit, earlier, trials.per_round, finish)
+        return scale_search(start, finest, coarsest, score, limit, earlier, trials.per_round)
 
     earlier: Sequence[float] | None = None
     if last is not None:
