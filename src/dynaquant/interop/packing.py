@@ -33,8 +33,7 @@ from dynaquant.search.metric import UserMetric
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import check_output, removing_empty_folders
-from dynaquant.store.lossless_copies import EXACT_WEIGHTS
-from dynaquant.store.run import Run, chain_lengths
+from dynaquant.store.run import EXACT_WEIGHTS, Run, chain_lengths
 from dynaquant.store.single_file import write_file
 from dynaquant.store.writing import Base, Checkpoint
 

@@ -22,8 +22,7 @@ The files, in reading order:
 - ``single_file.py``: writes a checkpoint file outside of runs
 - ``catalogue.py``: what a listing says of each checkpoint, in one file
 - ``listing.py``: lists the checkpoint files in a folder
-- ``lossless_copies.py``: names and opens lossless copies
-- ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder
+- ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder, and their lossless copies
 - ``writer_lock.py``: one writer per run
 - ``tags.py``: names for checkpoints
 - ``unneeded.py``: finds files that no checkpoint needs any more

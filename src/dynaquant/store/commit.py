@@ -24,16 +24,15 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files
 from dynaquant.store.atomic_files import keep_mode
-from dynaquant.store.chain import open_part
+from dynaquant.store.chain import open_part, parent_of
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.files import add_disk_full_note, file_version, make_folder, sync, sync_parent
 from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import Plan
 from dynaquant.store.listing import STEP, SUFFIX, checkpoint_paths
-from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
 from dynaquant.store.reading import load_all
-from dynaquant.store.run import Run
+from dynaquant.store.run import LOSSLESS_COPY, Run
 from dynaquant.store.unneeded import unneeded
 from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import (
@@ -161,7 +160,7 @@ class WritableRun(Run):
         note of the error says so.
         """
         draft = replace(draft, tree=checkpoint.tree, record={**checkpoint.record, LOSSLESS_COPY: None})
-        path, path_of_copy = self.path(checkpoint.step), copy_path(self.folder, draft)
+        path, path_of_copy = self.path(checkpoint.step), self.copy_path(draft)
         labels, frozen_tensors = checkpoint.labels, self._write_frozen(checkpoint)
         tensors = {**checkpoint.tensors, **frozen_tensors} if frozen_tensors else checkpoint.tensors
         if plan is not None:
@@ -257,7 +256,7 @@ class WritableRun(Run):
         """
         self.check_lock()
         temporary = path.with_name(path.name + TEMPORARY)
-        with self._deleted_on_error(temporary, path):
+        try:
             written = written_file(temporary, draft, tensors, labels, base, coder, again=identity is not None)
             keep_mode(temporary, path)
             if identity not in (None, written.header.identity):
@@ -265,6 +264,11 @@ class WritableRun(Run):
             for number in range(len(written.header.parts)):
                 open_part(written, number)
             self._check_parent(written)
+        except BaseException as error:
+            error.add_note(f"while writing {temporary}; nothing else has changed")
+            add_disk_full_note(error, path)
+            self._delete_uncommitted(temporary)
+            raise
         return written
 
     def _check_parent(self, written: CheckpointFile) -> None:
@@ -277,18 +281,7 @@ class WritableRun(Run):
                 known = self._summaries.get(file_version(self.path(parent.step).stat()))
                 if known and known.identity == parent.identity and known.sequence < written.header.sequence:
                     return
-        self.parent_of(written)
-
-    @contextmanager
-    def _deleted_on_error(self, temporary: Path, path: Path) -> Iterator[None]:
-        """Delete a temporary file if the block fails. path: the final name."""
-        try:
-            yield
-        except BaseException as error:
-            error.add_note(f"while writing {temporary}; nothing else has changed")
-            add_disk_full_note(error, path)
-            self._delete_uncommitted(temporary)
-            raise
+        parent_of(written, self.path)
 
     def _delete_uncommitted(self, path: Path) -> None:
         """Delete a file that has not become part of the run, but not in a folder that has taken the run's place."""

@@ -13,10 +13,9 @@ from dynaquant.store import frozen_files, frozen_tensors
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.files import removing_empty_folders
-from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.pointers import FRAMEWORK_FOLDER
 from dynaquant.store.reading import load_all
-from dynaquant.store.run import Run
+from dynaquant.store.run import LOSSLESS_COPY, Run
 
 
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
