@@ -130,6 +130,13 @@ def chain_of(
             chain.append(parent)
 
 
+def error_with_step(step: int, path: Path, error: CheckpointError) -> CheckpointError:
+    """Return an error like this one, prefixed by the step unless its text names the checkpoint already."""
+    itself = f"checkpoint step {step}: "
+    named = str(error).startswith((itself, f"{path}: "))
+    return error if named else type(error)(f"{itself}{error}")
+
+
 @contextmanager
 def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
     """Add the name of the checkpoint to errors of other files in its chain."""
@@ -138,10 +145,9 @@ def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
     except RunChangedError:
         raise
     except CheckpointError as error:
-        itself = f"checkpoint step {file.header.step}: "
-        if str(error).startswith((itself, f"{file.path}: ")):
+        if (named := error_with_step(file.header.step, file.path, error)) is error:
             raise
-        raise CheckpointError(f"{itself}{error}") from error
+        raise named from error
 
 
 def part_paths(file: CheckpointFile) -> list[Path]:

@@ -257,7 +257,8 @@ class WritableRun(Run):
         self.check_lock()
         temporary = path.with_name(path.name + TEMPORARY)
         try:
-            written = written_file(temporary, draft, tensors, labels, base, coder, again=identity is not None)
+            with temporary.open("wb") as out:
+                written = written_file(out, draft, tensors, labels, base, coder, again=identity is not None)
             keep_mode(temporary, path)
             if identity not in (None, written.header.identity):
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")

@@ -24,7 +24,7 @@ from dynaquant.garbage import collection_paused
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.content import InMemory, OnDisk, read_at
 from dynaquant.store.entry import Entry
-from dynaquant.store.features import check_features, required_features, why_unreadable
+from dynaquant.store.features import check_features, required_features
 from dynaquant.store.files import FileVersion, file_version, is_missing, is_reference, open_file
 from dynaquant.store.layout import Layout, PartFile, check_layouts, parts_from_json, parts_to_json
 from dynaquant.store.write_behind import WriteBehind
@@ -200,7 +200,9 @@ def stored_header(file: BinaryIO, size: int) -> tuple[bytes, int, str]:
         raise CheckpointError("truncated: the file ends too early")
     _, version = _PREAMBLE.unpack(start)
     if version != FORMAT_VERSION:
-        raise UnreadableError(why_unreadable(version))
+        raise UnreadableError(
+            f"format version {version}, but this dynaquant reads version {FORMAT_VERSION}; install a newer one"
+        )
     file.seek(size - _TRAILER.size)
     stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
     if magic != MAGIC:

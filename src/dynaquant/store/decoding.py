@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -119,11 +119,17 @@ def _decode(
 ) -> StoredTensor:
     file, entry = stored.file, stored.entry
     with explain_damage(file, entry):
-        return decode(entry.scheme, replace(_coded(file, entry, parent, other), overwrite=overwrite))
+        return decode(entry.scheme, _coded(file, entry, parent, other, overwrite))
 
 
-def _coded(file: CheckpointFile, entry: Entry, parent: StoredTensor | None, other: StoredTensor | None) -> Coded:
-    return Coded(dtype_named(entry.dtype), torch.Size(entry.shape), file.read(entry), in_one(parent), other)
+def _coded(
+    file: CheckpointFile,
+    entry: Entry,
+    parent: StoredTensor | None,
+    other: StoredTensor | None,
+    overwrite: bool = False,
+) -> Coded:
+    return Coded(dtype_named(entry.dtype), torch.Size(entry.shape), file.read(entry), in_one(parent), other, overwrite)
 
 
 def holds(

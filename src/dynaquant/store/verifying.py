@@ -10,11 +10,11 @@ from pathlib import Path
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.errors import CheckpointError, UnreadableError
 from dynaquant.store import frozen_files, frozen_tensors
-from dynaquant.store.chain import dependent_last, retry_if_run_changed
+from dynaquant.store.chain import dependent_last, error_with_step, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.decoding import check_reference, check_values, decode_entry
 from dynaquant.store.entry import Entry
-from dynaquant.store.reading import Tensors, error_with_step
+from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 
 
