@@ -18,16 +18,8 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -181,17 +173,12 @@ class StorageWriter(_StorageWriter):
         last = self._committed
         if last is None:
             return _Commit(draft, folder)
-        parent = Parent(last.step, last.identity)
+        parent, commit = Parent(last.step, last.identity), _Commit(draft, folder, committed=last.parts)
         if not can_be_parent(self._run, parent, draft.step, self._retention, ()):
-            return _Commit(draft, folder, committed=last.parts)
+            return commit
         header = self._run.file(last.step).header
-        return _Commit(
-            replace(draft, parent=parent),
-            folder,
-            parts=header.summary.parts,
-            shapes={entry.name: entry.shape for entry in header.entries},
-            committed=last.parts,
-        )
+        shapes = {entry.name: entry.shape for entry in header.entries}
+        return replace(commit, draft=replace(draft, parent=parent), parts=header.summary.parts, shapes=shapes)
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes:

@@ -190,10 +190,10 @@ def _search(tree: Any) -> _Recognized:
 
 def _layer_type(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str:
     lower = name.lower()
-    if tensor.ndim >= 2:
-        if tensor.ndim == 2:
-            return "embedding" if any(word in lower for word in _EMBEDDINGS) else "linear"
+    if tensor.ndim > 2:
         return "conv"
+    if tensor.ndim == 2:
+        return "embedding" if any(word in lower for word in _EMBEDDINGS) else "linear"
     if any(word in part for part in lower.split(".") for word in _NORMS):
         return "norm"
     weight = f"{name.rpartition('.')[0]}.weight"

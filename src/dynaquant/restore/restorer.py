@@ -336,7 +336,8 @@ class Restorer:
         filled = [memory_of(target) for target, _ in loaded.fills] if completes else []
         undo = self.group.run_on_all_ranks(lambda: Undo(objects.values(), filled))
         try:
-            self.group.run_on_all_ranks(lambda: load_extras(objects.keys() - last.keys(), objects, loaded.states))
+            extras = {name: thing for name, thing in objects.items() if name not in last}
+            self.group.run_on_all_ranks(lambda: _load_states(extras, loaded.states))
         except BaseException:
             undo.put_back()
             raise
@@ -368,11 +369,9 @@ def _omitted(source: CheckpointFile) -> set[str]:
     return {entry.name for entry in source.header.entries if entry.omitted}
 
 
-def load_extras(names: Collection[str], objects: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load the extras of these names, in the order of the objects."""
+def _load_states(objects: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     for name, thing in objects.items():
-        if name in names:
-            load_state(thing, states[name])
+        load_state(thing, states[name])
 
 
 def load_objects(
@@ -387,7 +386,6 @@ def load_objects(
     """
     for target, stored in fills:
         fill(target, stored)
-    for name, thing in objects.items():
-        load_state(thing, states[name])
+    _load_states(objects, states)
     if rng_state is not None:
         rng.set_state(dict(rng_state))

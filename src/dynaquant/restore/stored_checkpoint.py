@@ -17,7 +17,7 @@ from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError, RunChangedError, StateError
-from dynaquant.restore.model_tensors import stored_names, warn_if_ranks_differ, weights_in_parts
+from dynaquant.restore.model_tensors import stored_names, warn_if_ranks_differ
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, node_at, tensor_names_in
 from dynaquant.store.chain import chain_of, detect_run_changes, retry_if_run_changed
@@ -177,11 +177,6 @@ class StoredCheckpoint:
         """The stored name of each tensor of the model's state dict (``model_tensors.stored_names``)."""
         return stored_names(self.file)
 
-    @property
-    def weights_in_parts(self) -> dict[str, str]:
-        """The class of each weight that the state dict has only the parts of (``model_tensors.weights_in_parts``)."""
-        return weights_in_parts(self.file)
-
     def model_state(self, tensors: Mapping[str, Tensor]) -> Any:
         """Return the model's state dict with the given tensors. Logs a warning if they differ between ranks.
 
@@ -196,7 +191,8 @@ class StoredCheckpoint:
 
     def state_part(self, node: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Return the part of the state under a node of the tree. Raises CheckpointError if the node is malformed."""
-        return built_from(self.file, node, {name: tensors[name] for name in tensor_names_in(node) if name in tensors})
+        names = dict.fromkeys(tensor_names_in(node))
+        return built_from(self.file, node, {name: tensors[name] for name in names if name in tensors})
 
 
 def opened(file: PathOrFile) -> CheckpointFile:
@@ -236,11 +232,6 @@ def _warn_of_unusable_copy(file: CheckpointFile, error: CheckpointError) -> None
         file.header.step,
         error,
     )
-
-
-def state_from(file: CheckpointFile, values: dict[str, Tensor]) -> Any:
-    """Return the state of a checkpoint with the given tensors. Raises CheckpointError if its tree is malformed."""
-    return built_from(file, file.header.tree, values)
 
 
 def built_from(
