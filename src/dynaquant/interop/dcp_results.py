@@ -25,13 +25,6 @@ from dynaquant.store.writing import WrittenPart, planned
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A value that is not a tensor."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
 class WrittenBox:
     """What a process tells the coordinator of a box.
 

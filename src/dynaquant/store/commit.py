@@ -22,9 +22,8 @@ from dynaquant.engine.forms.stored import form_of, values_of
 from dynaquant.engine.label import Label
 from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
-from dynaquant.store import frozen_files
 from dynaquant.store.atomic_files import keep_mode
-from dynaquant.store.chain import open_part, parent_of
+from dynaquant.store.chain import frozen_name, open_part, parent_of
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.files import add_disk_full_note, file_version, make_folder, sync, sync_parent
 from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
@@ -213,7 +212,7 @@ class WritableRun(Run):
         draft = Header(step=0, sequence=0, parent=None, tree=state_dict_tree(new), entries=(), record={})
         path = self.folder / f"frozen{SUFFIX}"
         written = self._write_temporary(draft, new, checkpoint.labels, None, "conditional", path)
-        file = self._rename(written, path.with_name(frozen_files.file_name(written.header.identity)))
+        file = self._rename(written, path.with_name(frozen_name(written.header.identity)))
         self.frozen_files.mark_sound(file)
         return {entry.name: tensor_in(file, entry) for entry in file.header.entries}
 

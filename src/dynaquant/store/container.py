@@ -230,7 +230,7 @@ class CheckpointFile:
     def __init__(self, path: Path, content: bytes | None = None) -> None:
         self.path = path
         self.frozen: dict[str, CheckpointFile] = {}
-        """The opened files of frozen parameters that it needs, by identity (``frozen_files.open_frozen``)."""
+        """The opened files of frozen parameters that it needs, by identity (``chain.open_frozen``)."""
         self.parts: dict[int, CheckpointFile] = {}
         """The opened parts in other files, by number (``chain.open_part``)."""
         self.address = ""

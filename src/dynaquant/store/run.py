@@ -88,9 +88,8 @@ class Run:
         """Like ``summaries``, but returns whole headers. The files are closed, because there may be many."""
 
         def read(name: str) -> CheckpointFile:
-            file = CheckpointFile(self.folder / name)
+            file = self._closed(name)
             self._check_name(name, file.header.step)
-            file.close()
             return file
 
         found, broken = read_each(self.folder, STEP, read)
@@ -106,13 +105,12 @@ class Run:
 
         All are keyframes. They are no steps of the run: ``summaries`` and ``files`` leave them out.
         """
+        return read_each(self.folder, REPLACED, self._closed)
 
-        def read(name: str) -> CheckpointFile:
-            file = CheckpointFile(self.folder / name)
-            file.close()
-            return file
-
-        return read_each(self.folder, REPLACED, read)
+    def _closed(self, name: str) -> CheckpointFile:
+        file = CheckpointFile(self.folder / name)
+        file.close()
+        return file
 
     def holding(self, step: int, identity: str) -> CheckpointFile:
         """Open the checkpoint of a step that has this identity, also if it was replaced and is kept for its tags.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_files
+from dynaquant.store.chain import FROZEN, frozen_name, is_frozen_name
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import is_part_name, part_name
 from dynaquant.store.listing import checkpoint_paths
@@ -43,9 +43,9 @@ def unneeded(run: Run, parts_begun: bool) -> list[Path]:
     if broken or broken_too:
         return found
     found += [path for path in run.lossless_copy_paths() if path not in copies]
-    frozen = {frozen_files.file_name(identity) for summary in summaries for identity in summary.frozen}
-    for path in checkpoint_paths(run.folder, frozen_files.PREFIX):
-        if frozen_files.is_frozen_name(path.name) and path.name not in frozen:
+    frozen = {frozen_name(identity) for summary in summaries for identity in summary.frozen}
+    for path in checkpoint_paths(run.folder, FROZEN):
+        if is_frozen_name(path.name) and path.name not in frozen:
             found.append(path)
     if not parts_begun:
         parts = {part_name(address) for summary in summaries for address in summary.parts}

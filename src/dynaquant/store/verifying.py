@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.errors import CheckpointError, UnreadableError
-from dynaquant.store import frozen_files, frozen_tensors
-from dynaquant.store.chain import dependent_last, error_with_step, retry_if_run_changed
+from dynaquant.store import frozen_tensors
+from dynaquant.store.chain import dependent_last, error_with_step, open_frozen, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.decoding import check_reference, check_values, decode_entry
 from dynaquant.store.entry import Entry
@@ -44,7 +44,7 @@ def damage_of_file(path: Path) -> CheckpointError | None:
 def _decode_whole(run: Run, file: CheckpointFile) -> None:
     run.load(file)
     for identity in file.header.frozen:
-        frozen_tensors.verify(frozen_files.open_frozen(file, identity))
+        frozen_tensors.verify(open_frozen(file, identity))
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
@@ -167,7 +167,7 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
     """Return ``found`` with the damage of the files of frozen parameters that it needs. sound: as for ``_decode``."""
     for identity in found.file.header.frozen - sound:
         try:
-            frozen_tensors.verify(frozen_files.open_frozen(found.file, identity))
+            frozen_tensors.verify(open_frozen(found.file, identity))
             sound.add(identity)
         except CheckpointError as error:
             found.wrong[identity] = _alone(error)
