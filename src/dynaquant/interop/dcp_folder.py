@@ -111,7 +111,6 @@ def read(folder: Path) -> tuple[WholeState, set[str]]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the error that DCP has wrapped."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else []
     return next((cause[0] for cause in causes), error)
 

@@ -225,10 +225,7 @@ def _write_adapters(
 
 
 def _place_best(state: dict[str, Any], step: int, out: Path) -> list[str]:
-    """Let a ``TrainerState`` name a folder with the best model in place of a run, which Transformers cannot read.
-
-    Returns a note if there is no such folder.
-    """
+    """Let a ``TrainerState`` name a folder with the best model in place of a run, which Transformers cannot read."""
     best = state.get("best_global_step")
     if Path(state.get("best_model_checkpoint") or "").name != RUN_FOLDER:
         return []

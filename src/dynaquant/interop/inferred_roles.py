@@ -133,10 +133,7 @@ def mean_of(moment: Tensor) -> float:
 
 
 def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:
-    """Return the names of the weights that the moments belong to, in the same order; empty if they do not match.
-
-    Some weights may have no moments.
-    """
+    """Return the names of the weights that the moments belong to, in the same order; empty if they do not match."""
     matched: list[str] = []
     for name in names:
         if len(matched) < len(moments) and tensors[name].shape == moments[len(matched)].shape:

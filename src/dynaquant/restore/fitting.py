@@ -133,10 +133,7 @@ def _dtypes(present: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str |
 def _leave_out_other_values_of_tied(
     found: FittingState, modules: Mapping[str, Any], hash_of: Callable[[Tensor], str]
 ) -> None:
-    """Leave out stored tensors that differ from another one which fills the same tensor.
-
-    modules: their present states, by name.
-    """
+    """Leave out stored tensors that differ from another one which fills the same tensor. modules: present states."""
     own = {(name, key): state[key] for name, state in modules.items() for key in found.states[name]}
     for (name, key), *others in tied_keys(own):
         first = found.states[name][key]

@@ -174,10 +174,7 @@ class Restorer:
             return None, error
 
     def _check_same_on_all_ranks(self, file: CheckpointFile | None) -> None:
-        """Raise CheckpointError if ranks have opened different checkpoints of one step. Collective.
-
-        file: what this rank has opened, if it could.
-        """
+        """Raise CheckpointError if ranks have opened different checkpoints of one step. Collective."""
         identities = self.group.all_gather(None if file is None else file.header.identity)
         opened = {identity: rank for rank, identity in reversed(list(enumerate(identities))) if identity is not None}
         if len(opened) > 1:
@@ -200,10 +197,7 @@ class Restorer:
             return None, error
 
     def _decode(self, file: CheckpointFile) -> Loaded:
-        """Decode a checkpoint and compare it with the objects. Changes nothing.
-
-        Raises CheckpointError if it is damaged, StateError if it does not fit.
-        """
+        """Decode a checkpoint and compare it with the objects. Changes nothing."""
         now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
         sharded = sharded_targets(now, self.objects, file.header)
         targets = sharded.tensors
@@ -267,10 +261,7 @@ class Restorer:
         now: Mapping[str, Any],
         targets: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors that are not omitted, and those among them that are filled in place later.
-
-        targets: DTensors whose parts are stored, by name.
-        """
+        """Return the tensors that are not omitted, and those among them that are filled in place later."""
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
@@ -303,10 +294,7 @@ class Restorer:
     def _changed_omitted(
         self, source: CheckpointFile, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> list[str]:
-        """Return a problem for each omitted tensor whose present values differ from those at the save.
-
-        Those of DTensors in ``targets`` cannot be compared.
-        """
+        """Return a problem for each omitted tensor whose present values differ from those at the save."""
         restored = tuple(f"{name}." for name in self._selected)
         names = sorted(name for name in _omitted(source) if name not in values and name.startswith(restored))
         what = "its values in the model differ; load the same base model first"

@@ -53,8 +53,8 @@ log = logging.getLogger("dynaquant")
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
 _UNKNOWN_COMMITS = 2**32
-"""Sequence numbers that a commit skips while a file cannot be read: more than a run ever uses. So the new number is
-higher than the unknown one in that file."""
+"""Sequence numbers that a commit skips while a file cannot be read: more than a run ever uses. So that file does not
+count as newer than the checkpoints committed since, if it becomes readable again."""
 
 
 class WritableRun(Run):
@@ -226,10 +226,7 @@ class WritableRun(Run):
                 self.parts_folder.rmdir()
 
     def _next_sequence(self) -> int:
-        """Return a higher sequence number than the run has ever had, also in files that cannot be read now.
-
-        Such a file may become readable again. Then it must not count as newer than the checkpoints committed since.
-        """
+        """Return a higher sequence number than the run has ever had, also in files that cannot be read now."""
         _, broken = self.summaries()
         found = self._highest + (_UNKNOWN_COMMITS if broken else 1)
         if found >= 2**63:
@@ -249,10 +246,7 @@ class WritableRun(Run):
         path: Path,
         identity: str | None = None,
     ) -> CheckpointFile:
-        """Write and verify a file under a temporary name. Returns it.
-
-        draft: the header, without the entries of ``tensors``. identity: that the file must have, if it is re-coded.
-        """
+        """Write and verify a file under a temporary name. identity: that it must have, if it is re-coded."""
         self.check_lock()
         temporary = path.with_name(path.name + TEMPORARY)
         try:
@@ -272,10 +266,8 @@ class WritableRun(Run):
         return written
 
     def _check_parent(self, written: CheckpointFile) -> None:
-        """Raise CheckpointError if the parent of a delta is not there, or is another checkpoint.
-
-        A file of which this object has a summary is read again only if it has changed since.
-        """
+        """Raise CheckpointError if the parent of a delta is not there, or is another checkpoint."""
+        # A file of which this object has a summary is read again only if it has changed since.
         if (parent := written.header.parent) is not None and parent.file is None:
             with suppress(OSError):
                 known = self._summaries.get(file_version(self.path(parent.step).stat()))

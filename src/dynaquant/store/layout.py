@@ -61,7 +61,6 @@ class Plan:
 
     @cached_property
     def _by_part(self) -> dict[int, dict[int, list[Box]]]:
-        """The boxes of each part by layout."""
         found: dict[int, dict[int, list[Box]]] = {}
         for number, layout in enumerate(self.layouts):
             for place in layout:

@@ -49,7 +49,6 @@ def write_in_memory(
 
 
 def _draft(checkpoint: Checkpoint, parent: CheckpointFile | None, out: Path | None) -> Header:
-    """Return the header of a file, without entries."""
     return Header(
         step=checkpoint.step,
         sequence=1 if parent is None else parent.header.sequence + 1,
@@ -61,10 +60,7 @@ def _draft(checkpoint: Checkpoint, parent: CheckpointFile | None, out: Path | No
 
 
 def _as_parent(parent: CheckpointFile, out: Path | None) -> Parent:
-    """Return how a delta at ``out`` names its parent: by a path from its folder, if both have one.
-
-    Raises CheckpointError if the path has characters that a header cannot hold.
-    """
+    """Return how a delta at ``out`` names its parent: by a path from its folder, if both have one."""
     header = parent.header
     if out is None or parent.in_memory:
         return Parent(header.step, header.identity, "")

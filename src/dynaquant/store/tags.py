@@ -97,7 +97,6 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
 
 
 def _write_tag(run: Run, tag: Tag, path: Path, force: bool) -> None:
-    """Write the file of a tag atomically."""
     temporary = path.with_name(f".{tag.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps({"step": tag.step, "identity": tag.identity}) + "\n")
