@@ -121,13 +121,10 @@ class Header:
     def summary(self) -> Summary:
         """Returns the header without its large parts."""
         finite, parts = not self.record.get(NOT_FINITE), frozenset(part.address for part in self.parts)
-        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, parts, self._metric, finite)
-
-    @property
-    def _metric(self) -> float | None:
         quality = self.record.get("quality")
         value = quality.get("restored") if isinstance(quality, dict) else None
-        return value if isinstance(value, float) else None
+        metric = value if isinstance(value, float) else None
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, parts, metric, finite)
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -32,7 +32,6 @@ class _Decoded:
 
 def damage(run: Run, step: int) -> CheckpointError | None:
     """Decode a checkpoint and the files of frozen parameters that it needs. Returns the error; None if it is sound."""
-
     return _error_of(lambda: _decode_whole(run, run.file(step)))
 
 
