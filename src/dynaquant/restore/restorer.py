@@ -50,11 +50,11 @@ class Loaded:
     """A checkpoint that was decoded and fits the objects.
 
     stored: what was decoded of its tensors, by stored name. tensors: those of this rank's state, by name, as its file
-    stores them. states: what each object loads. Where a tensor of the model or the
-    optimizer is filled in place, it holds that tensor itself. fills: these tensors, each with its stored form.
-    rng_state: of the global random number generators, None if they are not restored. restored_names: names of the
-    tensors that models and optimizers get. from_lossless_copy: whether the weights come from a lossless copy.
-    moments: the tensors of the file that the values come from. problems: what does not fit and is left out.
+    stores them. states: what each object loads. Where a tensor of the model or the optimizer is filled in place, it
+    holds that tensor itself. fills: these tensors, each with its stored form. rng_state: of the global random number
+    generators, None if they are not restored. restored_names: names of the tensors that models and optimizers get.
+    from_lossless_copy: whether the weights come from a lossless copy. moments: the tensors of the file that the values
+    come from. problems: what does not fit and is left out.
     """
 
     file: CheckpointFile
