@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from dynaquant.interop.state_file import save
     from dynaquant.options import Auto, Keep, Moved, Quality
     from dynaquant.restore.follow import follow
-    from dynaquant.restore.load import load
-    from dynaquant.restore.load_into import load_into
+    from dynaquant.restore.load import load, load_into
     from dynaquant.saving.record import Record
     from dynaquant.search.evaluation import LossOn, OnBatches
     from dynaquant.training.accumulated import Gradients
@@ -61,7 +60,7 @@ else:
         "Record": "saving.record",
         "follow": "restore.follow",
         "load": "restore.load",
-        "load_into": "restore.load_into",
+        "load_into": "restore.load",
         "save": "interop.state_file",
     }
 

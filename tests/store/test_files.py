@@ -280,11 +280,11 @@ def test_a_temporary_file_that_another_process_took_for_a_leftover_is_made_again
     deleted = []
 
     @contextmanager
-    def locked_too_late(path, wait):
+    def locked_too_late(path):
         if not deleted:
             path.unlink()
             deleted.append(path)
-        with real(path, wait) as found:
+        with real(path) as found:
             yield found
 
     real = flock.locked

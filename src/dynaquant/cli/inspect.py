@@ -27,8 +27,8 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     from dynaquant.engine.quantize.knobs import in_short
     from dynaquant.saving.record import Size, record_of
     from dynaquant.store.catalogue import Listed
+    from dynaquant.store.chain import FROZEN
     from dynaquant.store.container import open_if_exists
-    from dynaquant.store.frozen_files import PREFIX
     from dynaquant.store.listing import checkpoint_paths
     from dynaquant.store.tags import is_tagged, tags_of
 
@@ -73,7 +73,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     for path in run.lossless_copy_paths():
         if (copy := open_if_exists(path)) is not None:
             output.print_(f"{path.name}, the lossless copy of a checkpoint: {in_bytes(copy.size)}")
-    for path in checkpoint_paths(run.folder, PREFIX):
+    for path in checkpoint_paths(run.folder, FROZEN):
         output.print_(f"{path.name}, frozen parameters: {in_bytes(path.stat().st_size)}")
 
 

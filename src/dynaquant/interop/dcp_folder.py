@@ -9,8 +9,6 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -34,7 +32,6 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
-
 
 _PythonUnpickler: Any = pickle._Unpickler
 
@@ -103,7 +100,7 @@ def read(folder: Path) -> tuple[WholeState, set[str]]:
                 raise CheckpointError(f"{folder / name} is {kind}, not a file")
         flat = {name: _destination_of(entry) for name, entry in metadata.state_dict_metadata.items()}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _as_one_process():
+        with warnings.catch_warnings(action="ignore"):  # of running without other processes, which is intended
             load(flat, storage_reader=_FolderReader(folder, metadata), planner=planner, no_dist=True)
         state = nested(flat, metadata.planner_data or {})
     except (CheckpointException, *UNPICKLING_ERRORS) as error:
@@ -114,7 +111,6 @@ def read(folder: Path) -> tuple[WholeState, set[str]]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the error that DCP has wrapped."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else []
     return next((cause[0] for cause in causes), error)
 
@@ -152,17 +148,9 @@ def nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any
 def write(folder: Path, state: dict[str, Any]) -> None:
     """Write a state into a new or empty folder. Raises OSError if it cannot be written."""
     try:
-        with _as_one_process():
+        with warnings.catch_warnings(action="ignore"):
             save(state, checkpoint_id=folder, no_dist=True)
     except CheckpointException as error:
         if cause := underlying_os_error(_first_cause(error)):
             raise OSError(cause.errno, cause.strerror, str(folder)) from error
         raise OSError(f"torch.distributed.checkpoint could not write to {folder} ({_first_cause(error)})") from error
-
-
-@contextmanager
-def _as_one_process() -> Iterator[None]:
-    """Silence DCP's warnings about running without other processes, which is intended here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

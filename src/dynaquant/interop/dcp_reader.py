@@ -16,12 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
@@ -117,11 +112,7 @@ class StorageReader(_StorageReader):
         return done
 
     def _read_tensors(self, left: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
-        """Read tensors, and remove each from ``left``.
-
-        Raises RunChangedError if a writer has replaced or deleted files, after it has opened the same checkpoint again.
-        Raises CheckpointError if that is gone.
-        """
+        """Read tensors, and remove each from ``left``. If a writer has replaced files, open them for another try."""
         wanted = [(name, [_wanted(item) for item in items]) for name, items in left.items()]
         try:
             for name, boxes in load_boxes(self._chain, wanted):

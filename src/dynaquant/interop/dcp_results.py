@@ -25,13 +25,6 @@ from dynaquant.store.writing import WrittenPart, planned
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A value that is not a tensor."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
 class WrittenBox:
     """What a process tells the coordinator of a box.
 
@@ -87,7 +80,6 @@ def tree_of(metadata: Metadata, plain: Mapping[str, Any]) -> Any:
         for name, entry in metadata.state_dict_metadata.items()
     }
     tree, tensors = flatten(nested(flat, metadata.planner_data or {}))
-    if tensors.keys() != {name for name in flat if name not in plain}:
-        other = min(tensors.keys() ^ {name for name in flat if name not in plain})
-        raise StateError(f"{other}: a value that is not a tensor must not hold tensors")
+    if others := tensors.keys() ^ (flat.keys() - plain.keys()):
+        raise StateError(f"{min(others)}: a value that is not a tensor must not hold tensors")
     return tree

@@ -18,16 +18,8 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -36,7 +28,7 @@ from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
-from dynaquant.interop.dcp_results import Plain, WrittenBox, plan_and_parts, tree_of
+from dynaquant.interop.dcp_results import WrittenBox, plan_and_parts, tree_of
 from dynaquant.interop.dcp_roles import dcp_source
 from dynaquant.options import Deprecated, Keep, Quality, QualityName, options_of
 from dynaquant.ranks.group import Group
@@ -181,17 +173,12 @@ class StorageWriter(_StorageWriter):
         last = self._committed
         if last is None:
             return _Commit(draft, folder)
-        parent = Parent(last.step, last.identity)
+        parent, commit = Parent(last.step, last.identity), _Commit(draft, folder, committed=last.parts)
         if not can_be_parent(self._run, parent, draft.step, self._retention, ()):
-            return _Commit(draft, folder, committed=last.parts)
+            return commit
         header = self._run.file(last.step).header
-        return _Commit(
-            replace(draft, parent=parent),
-            folder,
-            parts=header.summary.parts,
-            shapes={entry.name: entry.shape for entry in header.entries},
-            committed=last.parts,
-        )
+        shapes = {entry.name: entry.shape for entry in header.entries}
+        return replace(commit, draft=replace(draft, parent=parent), parts=header.summary.parts, shapes=shapes)
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes:
@@ -245,7 +232,7 @@ class StorageWriter(_StorageWriter):
         try:
             found = {result.index: result.storage_data for part in results for result in part}
             boxes = {index: stored for index, stored in found.items() if isinstance(stored, WrittenBox)}
-            plain = {index.fqn: stored.value for index, stored in found.items() if isinstance(stored, Plain)}
+            plain = {index.fqn: value for index, value in found.items() if index not in boxes}
             plan, written = plan_and_parts(metadata, boxes)
             checkpoint = Checkpoint(commit.draft.step, tree_of(metadata, plain), {}, {}, {"format": "dcp"})
             file, _ = self._run.publish(commit.draft, checkpoint, plan=plan, parts=written)
@@ -264,7 +251,7 @@ class StorageWriter(_StorageWriter):
         return StorageMeta(checkpoint_id=self._id)
 
 
-def _plain_value(item: WriteItem, planner: SavePlanner) -> Plain:
+def _plain_value(item: WriteItem, planner: SavePlanner) -> Any:
     """Return a value that is not a tensor. Raises StateError if a checkpoint cannot hold it without pickle."""
     data = planner.resolve_data(item)
     assert isinstance(data, io.BytesIO)
@@ -276,7 +263,7 @@ def _plain_value(item: WriteItem, planner: SavePlanner) -> Plain:
             f"out, or give its state_dict() ({error})"
         ) from error
     flatten({item.index.fqn: value})  # raises StateError, with the path
-    return Plain(value)
+    return value
 
 
 def _is_tensor(item: WriteItem) -> bool:

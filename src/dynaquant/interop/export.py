@@ -6,23 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dynaquant.engine.tensors.dtypes import bytes_of
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.interop import frameworks, torchfile
 from dynaquant.interop.targets import OF_FRAMEWORKS, Target
-from dynaquant.interop.weights import (
-    Tell,
-    of_omitted,
-    reported,
-    strings_in,
-    untied,
-    write_safetensors,
-    write_shards,
-)
-from dynaquant.restore.stored_checkpoint import StoredCheckpoint, state_from
+from dynaquant.interop.weights import Tell, of_omitted, reported, strings_in, untied, write_safetensors, write_shards
+from dynaquant.restore.model_tensors import weights_in_parts
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.of_ranks import RANKS
 from dynaquant.state.tree import dict_items, model_in, objects_in, tensor_name, tensor_names_in
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
@@ -147,7 +138,7 @@ def _beside_the_model(tree: Any) -> list[tuple[Any, Any]]:
 
 def _in_parts(stored: StoredCheckpoint) -> list[str]:
     """Return a note if the output has the parts of weights in their place."""
-    for name, kind in stored.weights_in_parts.items():
+    for name, kind in weights_in_parts(stored.file).items():
         return [
             f"in place of weights of tensor classes, such as {name} ({kind}), the output has the tensors that they are "
             "made of, which load_state_dict() does not take; build a model with such weights, and fill it with "
@@ -168,18 +159,17 @@ def _check_objects(stored: StoredCheckpoint) -> None:
 
 
 def _state(stored: StoredCheckpoint, tell: Tell) -> Any:
-    return state_from(stored.file, _tensors_of(stored, stored.file.header.tree, tell))
+    return _part(stored, stored.file.header.tree, tell)
 
 
-def _tensors_of(stored: StoredCheckpoint, node: Any, tell: Tell) -> dict[str, Tensor]:
-    """Return the decoded tensors that a node of the tree names."""
-    names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in stored.tensors]
-    return dict(reported(LazyMapping(names, stored.tensors.__getitem__), tell))
+def _part(stored: StoredCheckpoint, node: Any, tell: Tell) -> Any:
+    tensors = stored.tensors
+    names = [name for name in tensor_names_in(node) if name in tensors]
+    return stored.state_part(node, reported(LazyMapping(names, tensors.__getitem__), tell))
 
 
 def _source(stored: StoredCheckpoint) -> dict[str, Any]:
-    source = stored.file.header.record.get("source")
-    return source if isinstance(source, dict) else {}
+    return _dict(stored.file.header.record.get("source"))
 
 
 def _metadata(stored: StoredCheckpoint) -> dict[str, str]:
@@ -240,7 +230,7 @@ def _write_folder(stored: StoredCheckpoint, folder: Path, tell: Tell) -> None:
             write_shards(stored, state_dict, source, folder, tell)
         for file, node in other_files.states.items():
             with (folder / file).open("xb") as out:
-                torchfile.write(out, stored.state_part(node, _tensors_of(stored, node, tell)))
+                torchfile.write(out, _part(stored, node, tell))
         _write_raw_files(stored, folder, other_files)
     except FileExistsError as error:
         raise CheckpointError(f"{stored.file.path}: its record names the file {error.filename} twice") from None

@@ -19,6 +19,7 @@ from dynaquant.interop import torchfile
 from dynaquant.interop.targets import Target
 from dynaquant.interop.weights import Tell, of_omitted, untied, write_safetensors, write_shards
 from dynaquant.restore.dropped_moments import names_of_dropped
+from dynaquant.restore.model_tensors import weights_in_parts
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.of_ranks import RANKS
 from dynaquant.state.tree import dict_items, tensor_name
@@ -33,11 +34,7 @@ from dynaquant.training.rng import device_states
 ADAPTERS = "dynaquant_adapters.json"
 """The file in a run's ``FRAMEWORK_FOLDER`` that maps the keys of PEFT's files to names in the model's state dict."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_TITLES = {
-    Target.TRANSFORMERS: "Transformers",
-    Target.ACCELERATE: "Accelerate",
-    Target.LIGHTNING: "Lightning",
-}
+_TITLES = {Target.TRANSFORMERS: "Transformers", Target.ACCELERATE: "Accelerate", Target.LIGHTNING: "Lightning"}
 _OF_ACCELERATE = re.compile(r"(scheduler|loader|registered)(_[0-9]+)?")
 """Names of the objects that Accelerate loads besides models and optimizers; numbered from the second one on."""
 
@@ -96,7 +93,7 @@ def _check(stored: StoredCheckpoint, target: Target) -> None:
 
 def _check_plain(stored: StoredCheckpoint) -> None:
     """Raise CheckpointError for weights in whose place their parts are stored, under names that no framework loads."""
-    for name, kind in stored.weights_in_parts.items():
+    for name, kind in weights_in_parts(stored.file).items():
         raise CheckpointError(
             f"{stored.file.path}: {name} is of a tensor class ({kind}), and the run holds the tensors that it is made "
             "of, which the framework does not load; build a model with such weights, fill it with "
@@ -228,10 +225,7 @@ def _write_adapters(
 
 
 def _place_best(state: dict[str, Any], step: int, out: Path) -> list[str]:
-    """Let a ``TrainerState`` name a folder with the best model in place of a run, which Transformers cannot read.
-
-    Returns a note if there is no such folder.
-    """
+    """Let a ``TrainerState`` name a folder with the best model in place of a run, which Transformers cannot read."""
     best = state.get("best_global_step")
     if Path(state.get("best_model_checkpoint") or "").name != RUN_FOLDER:
         return []

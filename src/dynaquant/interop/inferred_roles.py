@@ -133,10 +133,7 @@ def mean_of(moment: Tensor) -> float:
 
 
 def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:
-    """Return the names of the weights that the moments belong to, in the same order; empty if they do not match.
-
-    Some weights may have no moments.
-    """
+    """Return the names of the weights that the moments belong to, in the same order; empty if they do not match."""
     matched: list[str] = []
     for name in names:
         if len(matched) < len(moments) and tensors[name].shape == moments[len(matched)].shape:
@@ -190,10 +187,10 @@ def _search(tree: Any) -> _Recognized:
 
 def _layer_type(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str:
     lower = name.lower()
-    if tensor.ndim >= 2:
-        if tensor.ndim == 2:
-            return "embedding" if any(word in lower for word in _EMBEDDINGS) else "linear"
+    if tensor.ndim > 2:
         return "conv"
+    if tensor.ndim == 2:
+        return "embedding" if any(word in lower for word in _EMBEDDINGS) else "linear"
     if any(word in part for part in lower.split(".") for word in _NORMS):
         return "norm"
     weight = f"{name.rpartition('.')[0]}.weight"

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from dynaquant import options
 from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError
 from dynaquant.interop import any_format
-from dynaquant.interop.state_source import Sensitivities, StateSubject, Tell, source_of
+from dynaquant.interop.state_source import StateSubject, Tell, source_of
 from dynaquant.interop.whole_state import WholeState
 from dynaquant.methods.named import METHODS
 from dynaquant.options import Quality, QualityName, quality_of
@@ -30,11 +31,11 @@ from dynaquant.saving.source import Source
 from dynaquant.search.evaluation import on_batches
 from dynaquant.search.judge import MetricJudge
 from dynaquant.search.metric import UserMetric
+from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import check_output, removing_empty_folders
-from dynaquant.store.lossless_copies import EXACT_WEIGHTS
-from dynaquant.store.run import Run, chain_lengths
+from dynaquant.store.run import EXACT_WEIGHTS, Run, chain_lengths
 from dynaquant.store.single_file import write_file
 from dynaquant.store.writing import Base, Checkpoint
 
@@ -79,7 +80,8 @@ class Packer:
         if PRESETS[self._quality.preset] is None and metric is not None:
             raise ValueError("a lossless checkpoint needs no metric")
         self._metric, self._higher_is_better, self._tell = metric, higher_is_better, tell
-        self._sensitivities = Sensitivities()
+        self._measured: dict[str, float] = {}  # F by weight, as the metric tells
+        self._measured_of: frozenset[str] = frozenset()  # the weights that were measured
 
     def source(self, state: WholeState, exact_optimizers: Mapping[str, str] | None = None) -> Source:
         """Return a state as a source: see ``state_source.source_of``."""
@@ -134,15 +136,17 @@ class Packer:
         # A save looks only at the batches of a metric, and not whether their mean is finite.
         checked = None if on_batches(metric) is None else subject.score({}, metric)
 
-        def judge() -> MetricJudge:
-            original = subject.score({}, metric) if checked is None else checked
-            return MetricJudge(subject, metric, self._higher_is_better, original, {})
-
         def mean_squares(weights: Mapping[str, Tensor]) -> Mapping[str, float]:
             if not weights or (known := source.mean_squares(weights)):
                 return known if weights else {}
-            measured = self._sensitivities.of(source, judge, preset.step_limits, self._tell)
-            return {name: measured[name] for name in weights if name in measured}
+            if self._measured_of != source.weight_names.keys():  # measured once for the same weights
+                every = LazyMapping(source.weight_names, source.tensors.__getitem__)
+                prepared = grid_weights(every, {}, {}, 0, step_limits=preset.step_limits, on_access=True)
+                original = subject.score({}, metric) if checked is None else checked
+                judge = MetricJudge(subject, metric, self._higher_is_better, original, {})
+                self._measured = measure_sensitivity(prepared, lambda some: judge(some).degradation, self._tell)
+                self._measured_of = frozenset(every)
+            return {name: self._measured[name] for name in weights if name in self._measured}
 
         return replace(source, mean_squares=mean_squares)
 

@@ -13,16 +13,11 @@ from torch import Tensor, nn
 from dynaquant.engine.kernels.reused import ReusedMemory
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.candidate import CandidateWeights, values
-from dynaquant.engine.quantize.grid_weights import grid_weights
-from dynaquant.engine.quantize.step_limits import StepLimits
-from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import EvaluateError
 from dynaquant.interop import inferred_roles
 from dynaquant.interop.whole_state import WholeState
 from dynaquant.saving.source import Source
 from dynaquant.search.evaluation import Evaluate, number_of
-from dynaquant.search.judge import Judge
-from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.search.subject import ParameterValues
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import tensor_names_in
@@ -109,25 +104,3 @@ class StateSubject:
     def uses_batch_statistics(self, _evaluate: Evaluate) -> bool:
         """Return False: there are no modules here."""
         return False
-
-
-class Sensitivities:
-    """What a metric tells of each tensor, in place of gradients. It is measured once for the same set of weights."""
-
-    def __init__(self) -> None:
-        self._names: frozenset[str] = frozenset()
-        self._measured: dict[str, float] = {}
-
-    def of(self, source: Source, judge: Callable[[], Judge], limits: StepLimits, tell: Tell) -> dict[str, float]:
-        """Return F of all weights up to a common factor.
-
-        judge: returns the judge to measure them with, which costs an evaluation of the original. limits: of the
-        preset's grid steps.
-        """
-        weights = LazyMapping(source.weight_names, source.tensors.__getitem__)
-        if self._names != frozenset(weights):
-            prepared = grid_weights(weights, {}, {}, 0, step_limits=limits, on_access=True)
-            by = judge()
-            self._measured = measure_sensitivity(prepared, lambda found: by(found).degradation, tell)
-            self._names = frozenset(weights)
-        return self._measured

@@ -93,9 +93,8 @@ def _unpickled(path: Path, skip_objects: bool) -> Any:
         # Unpickling a Namespace sets its attributes and runs no code of its own.
         known = _placeholders(path, lists) if skip_objects else []
         try:
-            with warnings.catch_warnings(), safe_globals([Namespace, *known]):
-                # PyTorch warns of other pickle protocols; reading shows whether it can read them.
-                warnings.simplefilter("ignore")
+            # PyTorch warns of other pickle protocols; reading shows whether it can read them.
+            with warnings.catch_warnings(action="ignore"), safe_globals([Namespace, *known]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         except pickle.UnpicklingError as error:
             found = _APPENDED_TO.search(str(error))

@@ -10,8 +10,7 @@ import numpy as np
 
 from dynaquant.errors import CheckpointError
 from dynaquant.saving.record import Size, sizes_by_role
-from dynaquant.store import frozen_files
-from dynaquant.store.chain import needed_entries, part_paths
+from dynaquant.store.chain import FROZEN, needed_entries, open_frozen, part_paths
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.listing import checkpoint_paths
@@ -109,7 +108,7 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
     """
     headers = sum(file.total_size - sum(entry.stored_size for entry in file.header.entries) for file in chain)
     needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
-    held = [frozen_files.open_frozen(chain[0], identity).size for identity in chain[0].header.frozen]
+    held = [open_frozen(chain[0], identity).size for identity in chain[0].header.frozen]
     streams = sum(entry.stored_size for entries in needed for entry in entries)
     return RestoreCost(len(chain) + len(held), headers + streams + sum(held))
 
@@ -133,9 +132,7 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
     files: the readable checkpoints of the run.
     """
     copies = [file for path in run.lossless_copy_paths() if (file := _readable(path)) is not None]
-    shared = [
-        file for path in checkpoint_paths(run.folder, frozen_files.PREFIX) if (file := _readable(path)) is not None
-    ]
+    shared = [file for path in checkpoint_paths(run.folder, FROZEN) if (file := _readable(path)) is not None]
     replaced = run.replaced()[0]
     own = [*files, *replaced]
     known = {file.path for file in [*own, *copies, *shared]} | {path for file in own for path in part_paths(file)}

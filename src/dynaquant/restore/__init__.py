@@ -8,7 +8,7 @@
 - ``in_place.py``: fills the tensors of the model and the optimizer in place
 - ``stored_checkpoint.py``: a checkpoint opened without its training; decodes tensors on access
 - ``model_tensors.py``: compares the weights of a checkpoint with a model alone
-- ``load.py``: ``dynaquant.load``: a stored state as plain dictionaries and tensors
-- ``load_into.py``: ``dynaquant.load_into``: stored weights into a model
+- ``load.py``: ``dynaquant.load``: a stored state as plain dictionaries and tensors; ``dynaquant.load_into``: stored
+  weights into a model
 - ``follow.py``: ``dynaquant.follow``: keeps a model at the newest checkpoint of a run
 """

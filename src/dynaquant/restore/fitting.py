@@ -14,7 +14,7 @@ from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import tied_keys
-from dynaquant.restore.model_tensors import renaming_problem, tied_problem
+from dynaquant.restore.model_tensors import expanded_error, renaming_problem, tied_problem
 from dynaquant.state import wrappers
 from dynaquant.state.plain_objects import PlainObject, has_method, leaves
 from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
@@ -133,10 +133,7 @@ def _dtypes(present: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str |
 def _leave_out_other_values_of_tied(
     found: FittingState, modules: Mapping[str, Any], hash_of: Callable[[Tensor], str]
 ) -> None:
-    """Leave out stored tensors that differ from another one which fills the same tensor.
-
-    modules: their present states, by name.
-    """
+    """Leave out stored tensors that differ from another one which fills the same tensor. modules: present states."""
     own = {(name, key): state[key] for name, state in modules.items() for key in found.states[name]}
     for (name, key), *others in tied_keys(own):
         first = found.states[name][key]
@@ -183,9 +180,7 @@ def _fit_module(
         elif before[key] != form:
             found.problems.append(f"{name}.{key} was {before[key]} and is {form}")
         elif isinstance(own[key], Tensor) and not can_hold(own[key], stored[key]):
-            found.problems.append(
-                f"{name}.{key} has elements that share memory (expand) and need different values: build it with clone()"
-            )
+            found.problems.append(str(expanded_error(f"{name}.{key}")))
         else:
             fitting[key] = stored[key]
     # What belongs to one tensor is restored together or not at all.
@@ -215,18 +210,16 @@ def _form(value: Any) -> str:
 
 
 def _fit_plain(found: FittingState, name: str, thing: Any, stored: Any) -> None:
-    if isinstance(thing, dict | list):
-        if type(stored) is not type(thing):
-            found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(thing).__name__}")
-            return
-        found.states[name] = stored
-        return
-    if not isinstance(stored, dict):
+    has_fields = not isinstance(thing, dict | list)
+    if not (isinstance(stored, dict) if has_fields else type(stored) is type(thing)):
         found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(thing).__name__}")
         return
-    known = {each.name for each in fields(thing)}
-    found.problems += [f"{name} had a field {key!r}, which it does not have now" for key in stored if key not in known]
-    found.states[name] = {key: value for key, value in stored.items() if key in known}
+    if has_fields:
+        known = {each.name for each in fields(thing)}
+        lost = [key for key in stored if key not in known]
+        found.problems += [f"{name} had a field {key!r}, which it does not have now" for key in lost]
+        stored = {key: value for key, value in stored.items() if key in known}
+    found.states[name] = stored
 
 
 def _check_generator(thing: Any, state: Any) -> None:

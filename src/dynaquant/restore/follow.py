@@ -113,10 +113,7 @@ class Follower(Iterator[int]):
         return file.header.step
 
     def _decoded(self, file: CheckpointFile, names: list[str], held: _Held | None) -> Tensors:
-        """Decode tensors, with those that they depend on, and check them.
-
-        held: its tensors are the parents, if the chain leads to it.
-        """
+        """Decode and check tensors and those that they depend on, after what is held if the chain leads to it."""
         chain = self._run.chain(file, None if held is None else held.file)
         on_top = held is not None and chain[-1] is held.file
         files = chain[:-1] if on_top else chain

@@ -126,7 +126,7 @@ def new_tensor(stored: StoredTensor, strides: Strides | None = None) -> Tensor:
 
     Raises ValueError for strides that the tensor cannot have.
     """
-    if strides is not None and (values := with_strides(values_of(stored), strides)) is not stored:
-        return values
     values = values_of(stored)
+    if strides is not None:
+        values = with_strides(values, strides)
     return kernels.empty(values.shape, values.dtype).copy_(values) if values is stored else values

@@ -50,11 +50,11 @@ class Loaded:
     """A checkpoint that was decoded and fits the objects.
 
     stored: what was decoded of its tensors, by stored name. tensors: those of this rank's state, by name, as its file
-    stores them. states: what each object loads. Where a tensor of the model or the
-    optimizer is filled in place, it holds that tensor itself. fills: these tensors, each with its stored form.
-    rng_state: of the global random number generators, None if they are not restored. restored_names: names of the
-    tensors that models and optimizers get. from_lossless_copy: whether the weights come from a lossless copy.
-    moments: the tensors of the file that the values come from. problems: what does not fit and is left out.
+    stores them. states: what each object loads. Where a tensor of the model or the optimizer is filled in place, it
+    holds that tensor itself. fills: these tensors, each with its stored form. rng_state: of the global random number
+    generators, None if they are not restored. restored_names: names of the tensors that models and optimizers get.
+    from_lossless_copy: whether the weights come from a lossless copy. moments: the tensors of the file that the values
+    come from. problems: what does not fit and is left out.
     """
 
     file: CheckpointFile
@@ -174,10 +174,7 @@ class Restorer:
             return None, error
 
     def _check_same_on_all_ranks(self, file: CheckpointFile | None) -> None:
-        """Raise CheckpointError if ranks have opened different checkpoints of one step. Collective.
-
-        file: what this rank has opened, if it could.
-        """
+        """Raise CheckpointError if ranks have opened different checkpoints of one step. Collective."""
         identities = self.group.all_gather(None if file is None else file.header.identity)
         opened = {identity: rank for rank, identity in reversed(list(enumerate(identities))) if identity is not None}
         if len(opened) > 1:
@@ -200,10 +197,7 @@ class Restorer:
             return None, error
 
     def _decode(self, file: CheckpointFile) -> Loaded:
-        """Decode a checkpoint and compare it with the objects. Changes nothing.
-
-        Raises CheckpointError if it is damaged, StateError if it does not fit.
-        """
+        """Decode a checkpoint and compare it with the objects. Changes nothing."""
         now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
         sharded = sharded_targets(now, self.objects, file.header)
         targets = sharded.tensors
@@ -267,10 +261,7 @@ class Restorer:
         now: Mapping[str, Any],
         targets: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors that are not omitted, and those among them that are filled in place later.
-
-        targets: DTensors whose parts are stored, by name.
-        """
+        """Return the tensors that are not omitted, and those among them that are filled in place later."""
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
@@ -303,10 +294,7 @@ class Restorer:
     def _changed_omitted(
         self, source: CheckpointFile, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> list[str]:
-        """Return a problem for each omitted tensor whose present values differ from those at the save.
-
-        Those of DTensors in ``targets`` cannot be compared.
-        """
+        """Return a problem for each omitted tensor whose present values differ from those at the save."""
         restored = tuple(f"{name}." for name in self._selected)
         names = sorted(name for name in _omitted(source) if name not in values and name.startswith(restored))
         what = "its values in the model differ; load the same base model first"
@@ -336,7 +324,8 @@ class Restorer:
         filled = [memory_of(target) for target, _ in loaded.fills] if completes else []
         undo = self.group.run_on_all_ranks(lambda: Undo(objects.values(), filled))
         try:
-            self.group.run_on_all_ranks(lambda: load_extras(objects.keys() - last.keys(), objects, loaded.states))
+            extras = {name: thing for name, thing in objects.items() if name not in last}
+            self.group.run_on_all_ranks(lambda: _load_states(extras, loaded.states))
         except BaseException:
             undo.put_back()
             raise
@@ -368,11 +357,9 @@ def _omitted(source: CheckpointFile) -> set[str]:
     return {entry.name for entry in source.header.entries if entry.omitted}
 
 
-def load_extras(names: Collection[str], objects: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load the extras of these names, in the order of the objects."""
+def _load_states(objects: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     for name, thing in objects.items():
-        if name in names:
-            load_state(thing, states[name])
+        load_state(thing, states[name])
 
 
 def load_objects(
@@ -387,7 +374,6 @@ def load_objects(
     """
     for target, stored in fills:
         fill(target, stored)
-    for name, thing in objects.items():
-        load_state(thing, states[name])
+    _load_states(objects, states)
     if rng_state is not None:
         rng.set_state(dict(rng_state))

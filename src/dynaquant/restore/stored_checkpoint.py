@@ -17,17 +17,16 @@ from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError, RunChangedError, StateError
-from dynaquant.restore.model_tensors import stored_names, warn_if_ranks_differ, weights_in_parts
+from dynaquant.restore.model_tensors import stored_names, warn_if_ranks_differ
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, node_at, tensor_names_in
 from dynaquant.store.chain import chain_of, detect_run_changes, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import user_path
-from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.out_of_memory import explain_out_of_memory
 from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_all, load_tensor, load_values
-from dynaquant.store.run import Run
+from dynaquant.store.run import LOSSLESS_COPY, Run
 from dynaquant.store.tags import open_step_or_tag
 
 log = logging.getLogger("dynaquant")
@@ -143,22 +142,16 @@ class StoredCheckpoint:
         ``use`` is called again from the start in two cases. If the lossless copy is damaged, the second call reads the
         checkpoint itself. If a writer has deleted files that were not open yet, the checkpoint is opened again first.
         """
-        is_open = True
+        return retry_if_run_changed(lambda: self._attempt(use))
 
-        def attempt() -> T:
-            nonlocal is_open
-            if not is_open:
-                self._open()
-            is_open = False
-            return self._with_fallback(use)
-
-        return retry_if_run_changed(attempt)
-
-    def _with_fallback(self, use: Callable[[], T]) -> T:
+    def _attempt(self, use: Callable[[], T]) -> T:
         try:
             return use()
+        except RunChangedError:
+            self._open()
+            raise
         except CheckpointError as error:
-            if self._fallback is None or error is not self._damage or isinstance(error, RunChangedError):
+            if self._fallback is None or error is not self._damage:
                 raise
             _warn_of_unusable_copy(self._fallback, error)
             file, self._fallback = self._fallback, None
@@ -178,11 +171,6 @@ class StoredCheckpoint:
         """The stored name of each tensor of the model's state dict (``model_tensors.stored_names``)."""
         return stored_names(self.file)
 
-    @property
-    def weights_in_parts(self) -> dict[str, str]:
-        """The class of each weight that the state dict has only the parts of (``model_tensors.weights_in_parts``)."""
-        return weights_in_parts(self.file)
-
     def model_state(self, tensors: Mapping[str, Tensor]) -> Any:
         """Return the model's state dict with the given tensors. Logs a warning if they differ between ranks.
 
@@ -197,7 +185,8 @@ class StoredCheckpoint:
 
     def state_part(self, node: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Return the part of the state under a node of the tree. Raises CheckpointError if the node is malformed."""
-        return built_from(self.file, node, {name: tensors[name] for name in tensor_names_in(node) if name in tensors})
+        names = dict.fromkeys(tensor_names_in(node))
+        return built_from(self.file, node, {name: tensors[name] for name in names if name in tensors})
 
 
 def opened(file: PathOrFile) -> CheckpointFile:
@@ -237,11 +226,6 @@ def _warn_of_unusable_copy(file: CheckpointFile, error: CheckpointError) -> None
         file.header.step,
         error,
     )
-
-
-def state_from(file: CheckpointFile, values: dict[str, Tensor]) -> Any:
-    """Return the state of a checkpoint with the given tensors. Raises CheckpointError if its tree is malformed."""
-    return built_from(file, file.header.tree, values)
 
 
 def built_from(

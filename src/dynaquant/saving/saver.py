@@ -30,7 +30,7 @@ from dynaquant.saving.turn import Turn
 from dynaquant.search.decision import Decision
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import NOT_FINITE, Header
-from dynaquant.store.lossless_copies import EXACT_WEIGHTS
+from dynaquant.store.run import EXACT_WEIGHTS
 from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import models_of

@@ -13,8 +13,8 @@ The files, in reading order:
 - ``write_behind.py``: writes to a file on a thread of its own
 - ``container.py``: one checkpoint file
 - ``out_of_memory.py``: an error that says how much memory a tensor needs
-- ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share: their names, and opening them
-- ``chain.py``: opens all files of a checkpoint (parents, parts), and retries if the writer changes the run meanwhile
+- ``chain.py``: opens all files of a checkpoint (parents, parts, frozen parameters), and retries if the writer changes
+  the run meanwhile
 - ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files
 - ``decoding.py``: decodes one entry of a file
 - ``reading.py``: decodes tensors, or boxes of them, from a file, its parts and its parents
@@ -22,8 +22,7 @@ The files, in reading order:
 - ``single_file.py``: writes a checkpoint file outside of runs
 - ``catalogue.py``: what a listing says of each checkpoint, in one file
 - ``listing.py``: lists the checkpoint files in a folder
-- ``lossless_copies.py``: names and opens lossless copies
-- ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder
+- ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder, and their lossless copies
 - ``writer_lock.py``: one writer per run
 - ``tags.py``: names for checkpoints
 - ``unneeded.py``: finds files that no checkpoint needs any more

@@ -33,21 +33,12 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
     cannot be a file, OSError if it cannot be written.
     """
     check_output(out)
-    try:
-        with _temporary(out, lambda path: path.touch(exist_ok=False)) as temporary:
-            try:
-                with temporary.open("wb") as file:
-                    keep_mode(temporary, out)
-                    yield file
-                sync(temporary)
-                temporary.replace(out)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-    except BaseException as error:
-        add_disk_full_note(error, out)
-        raise
-    sync_parent(out)
+    with _temporary(out, lambda path: path.touch(exist_ok=False)) as temporary:
+        with temporary.open("wb") as file:
+            keep_mode(temporary, out)
+            yield file
+        sync(temporary)
+        temporary.replace(out)
 
 
 @contextmanager
@@ -61,23 +52,14 @@ def atomic_folder(out: Path, replacing: bool = False) -> Iterator[Path]:
     if out.exists() and not (out.is_dir() and (replacing or not any(out.iterdir()))):
         raise CheckpointError(f"{out} exists and is not an empty folder; choose another name")
     check_parent(out)
-    try:
-        with _temporary(out, Path.mkdir) as temporary:
-            try:
-                yield temporary
-                for path in (*temporary.rglob("*"), temporary):
-                    sync(path)
-                if replacing and out.exists():
-                    _swap(temporary, out)
-                else:
-                    temporary.replace(out)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
-    except BaseException as error:
-        add_disk_full_note(error, out)
-        raise
-    sync_parent(out)
+    with _temporary(out, Path.mkdir) as temporary:
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
+        if replacing and out.exists():
+            _swap(temporary, out)
+        else:
+            temporary.replace(out)
 
 
 def _swap(new: Path, out: Path) -> None:
@@ -100,27 +82,39 @@ def keep_mode(new: Path, out: Path) -> None:
 
 @contextmanager
 def _temporary(out: Path, create: Callable[[Path], None]) -> Iterator[Path]:
-    """Create a temporary file or folder beside ``out``, and lock it for the block. Deletes those of killed processes.
+    """Create a temporary file or folder beside ``out`` for the block, which renames it. After an error, delete it.
 
-    A lock says that a file is no leftover, and the system drops it when the process dies. On a file system without
-    locks, leftovers are never deleted.
+    Deletes those of killed processes, too. A lock says that a file is no leftover, and the system drops it when the
+    process dies. On a file system without locks, leftovers are never deleted.
     """
     stem = out.name if len(os.fsencode(out.name)) <= _LONGEST_STEM else blake3(os.fsencode(out.name)).hexdigest(16)
     names = re.compile(re.escape(stem) + r"\.dynaquant-[0-9a-f]+(\.old)?\.tmp")
     for leftover in out.absolute().parent.iterdir():
         if names.fullmatch(leftover.name):
             _delete_unless_in_use(leftover)
-    with ExitStack() as lock:
-        while True:
-            path = out.with_name(f"{stem}.dynaquant-{secrets.token_hex(4)}.tmp")
-            create(path)
-            # Until it is locked, another process may take it for a leftover, lock it, and delete it.
-            with suppress(FileNotFoundError):
-                lock.enter_context(flock.locked(path, wait=True))
-                if path.exists():
-                    break
-            lock.close()
-        yield path
+    try:
+        with ExitStack() as lock:
+            while True:
+                path = out.with_name(f"{stem}.dynaquant-{secrets.token_hex(4)}.tmp")
+                create(path)
+                # Until it is locked, another process may take it for a leftover, lock it, and delete it.
+                with suppress(FileNotFoundError):
+                    lock.enter_context(flock.locked(path))
+                    if path.exists():
+                        break
+                lock.close()
+            try:
+                yield path
+            except BaseException:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+                raise
+    except BaseException as error:
+        add_disk_full_note(error, out)
+        raise
+    sync_parent(out)
 
 
 def _delete_unless_in_use(leftover: Path) -> None:

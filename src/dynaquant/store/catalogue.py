@@ -136,8 +136,8 @@ class Catalogue:
             return None
         if line.modified == status.st_mtime_ns:
             return line
-        with suppress(CheckpointError, OSError):  # whoever opens it says what is wrong
-            if _address_of(path) == line.address:
+        with suppress(CheckpointError, OSError), open_file(path) as file:  # whoever opens it says what is wrong
+            if stored_header(file, status.st_size)[2] == line.address:
                 lines[path.name] = line = replace(line, modified=status.st_mtime_ns)
                 self._changed = True
                 return line
@@ -191,15 +191,6 @@ class Catalogue:
                             self._lines[found[0]] = found[1]
                             self._written += 1
         return self._lines
-
-
-def _address_of(path: Path) -> str:
-    """Return the address of a checkpoint file (``CheckpointFile.address``), without parsing its header.
-
-    Raises CheckpointError if it is no checkpoint file or its header is damaged, OSError if it cannot be read.
-    """
-    with open_file(path) as file:
-        return stored_header(file, os.fstat(file.fileno()).st_size)[2]
 
 
 def _to_json(value: Any) -> bytes:

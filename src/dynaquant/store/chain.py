@@ -8,6 +8,7 @@ retries if the writer changed the run in between.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import TypeVar
 
 from dynaquant.errors import CheckpointError, RunChangedError, UnreadableError
 from dynaquant.garbage import collection_paused
-from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, Parent, open_if_exists
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import is_missing
@@ -25,6 +25,9 @@ _MOST_OPEN = 64
 """How many files of one chain are kept open. The others are opened each time they are read."""
 ATTEMPTS = 100
 """How often a read is retried. A retry is needed only if the writer committed during the read."""
+FROZEN = "frozen-"
+"""What the name of a file of frozen parameters begins with (docs/format.md)."""
+_FROZEN_NAME = re.compile(r"frozen-[0-9a-f]{16}\.dqc")
 
 T = TypeVar("T")
 PathOf = Callable[[int], Path]
@@ -118,7 +121,7 @@ def chain_of(
     chain = [file]
     with detect_run_changes(chain):
         for identity in file.header.frozen:
-            frozen_files.open_frozen(file, identity)
+            open_frozen(file, identity)
         while True:
             above = chain[-1].header.parent
             if decoded is not None and above == Parent(decoded.header.step, decoded.header.identity):
@@ -130,6 +133,13 @@ def chain_of(
             chain.append(parent)
 
 
+def error_with_step(step: int, path: Path, error: CheckpointError) -> CheckpointError:
+    """Return an error like this one, prefixed by the step unless its text names the checkpoint already."""
+    itself = f"checkpoint step {step}: "
+    named = str(error).startswith((itself, f"{path}: "))
+    return error if named else type(error)(f"{itself}{error}")
+
+
 @contextmanager
 def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
     """Add the name of the checkpoint to errors of other files in its chain."""
@@ -138,10 +148,38 @@ def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
     except RunChangedError:
         raise
     except CheckpointError as error:
-        itself = f"checkpoint step {file.header.step}: "
-        if str(error).startswith((itself, f"{file.path}: ")):
+        if (named := error_with_step(file.header.step, file.path, error)) is error:
             raise
-        raise CheckpointError(f"{itself}{error}") from error
+        raise named from error
+
+
+def frozen_name(identity: str) -> str:
+    """Return the name of the file of frozen parameters with this identity, of which 16 digits are enough.
+
+    Such a file is a checkpoint file without deltas. A run stores frozen parameters once, for all its checkpoints: the
+    same parameters make the same file. The whole identity is compared when the file is opened.
+    """
+    return f"{FROZEN}{identity[:16]}.dqc"
+
+
+def is_frozen_name(name: str) -> bool:
+    """Whether this is the name of a file of frozen parameters. Users may have put other files into the folder."""
+    return _FROZEN_NAME.fullmatch(name) is not None
+
+
+def open_frozen(file: CheckpointFile, identity: str) -> CheckpointFile:
+    """Return a file of frozen parameters that a checkpoint needs. Opens it once for each checkpoint.
+
+    Raises CheckpointError if it is not beside the checkpoint, or holds other parameters.
+    """
+    if identity not in file.frozen:
+        path = file.path.parent / frozen_name(identity)
+        if (found := open_if_exists(path)) is None:
+            raise CheckpointError(f"{file.path}: its frozen parameters are in {path.name}, which is not beside it")
+        if found.header.identity != identity:
+            raise CheckpointError(f"{path}: holds other frozen parameters than {file.path.name} refers to")
+        file.frozen[identity] = found
+    return file.frozen[identity]
 
 
 def part_paths(file: CheckpointFile) -> list[Path]:

@@ -22,18 +22,16 @@ from dynaquant.engine.forms.stored import form_of, values_of
 from dynaquant.engine.label import Label
 from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
-from dynaquant.store import frozen_files
 from dynaquant.store.atomic_files import keep_mode
-from dynaquant.store.chain import open_part
+from dynaquant.store.chain import frozen_name, open_part, parent_of
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.files import add_disk_full_note, file_version, make_folder, sync, sync_parent
 from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import Plan
 from dynaquant.store.listing import STEP, SUFFIX, checkpoint_paths
-from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
 from dynaquant.store.reading import load_all
-from dynaquant.store.run import Run
+from dynaquant.store.run import LOSSLESS_COPY, Run
 from dynaquant.store.unneeded import unneeded
 from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import (
@@ -55,8 +53,8 @@ log = logging.getLogger("dynaquant")
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
 _UNKNOWN_COMMITS = 2**32
-"""Sequence numbers that a commit skips while a file cannot be read: more than a run ever uses. So the new number is
-higher than the unknown one in that file."""
+"""Sequence numbers that a commit skips while a file cannot be read: more than a run ever uses. So that file does not
+count as newer than the checkpoints committed since, if it becomes readable again."""
 
 
 class WritableRun(Run):
@@ -161,7 +159,7 @@ class WritableRun(Run):
         note of the error says so.
         """
         draft = replace(draft, tree=checkpoint.tree, record={**checkpoint.record, LOSSLESS_COPY: None})
-        path, path_of_copy = self.path(checkpoint.step), copy_path(self.folder, draft)
+        path, path_of_copy = self.path(checkpoint.step), self.copy_path(draft)
         labels, frozen_tensors = checkpoint.labels, self._write_frozen(checkpoint)
         tensors = {**checkpoint.tensors, **frozen_tensors} if frozen_tensors else checkpoint.tensors
         if plan is not None:
@@ -214,7 +212,7 @@ class WritableRun(Run):
         draft = Header(step=0, sequence=0, parent=None, tree=state_dict_tree(new), entries=(), record={})
         path = self.folder / f"frozen{SUFFIX}"
         written = self._write_temporary(draft, new, checkpoint.labels, None, "conditional", path)
-        file = self._rename(written, path.with_name(frozen_files.file_name(written.header.identity)))
+        file = self._rename(written, path.with_name(frozen_name(written.header.identity)))
         self.frozen_files.mark_sound(file)
         return {entry.name: tensor_in(file, entry) for entry in file.header.entries}
 
@@ -228,10 +226,7 @@ class WritableRun(Run):
                 self.parts_folder.rmdir()
 
     def _next_sequence(self) -> int:
-        """Return a higher sequence number than the run has ever had, also in files that cannot be read now.
-
-        Such a file may become readable again. Then it must not count as newer than the checkpoints committed since.
-        """
+        """Return a higher sequence number than the run has ever had, also in files that cannot be read now."""
         _, broken = self.summaries()
         found = self._highest + (_UNKNOWN_COMMITS if broken else 1)
         if found >= 2**63:
@@ -251,44 +246,34 @@ class WritableRun(Run):
         path: Path,
         identity: str | None = None,
     ) -> CheckpointFile:
-        """Write and verify a file under a temporary name. Returns it.
-
-        draft: the header, without the entries of ``tensors``. identity: that the file must have, if it is re-coded.
-        """
+        """Write and verify a file under a temporary name. identity: that it must have, if it is re-coded."""
         self.check_lock()
         temporary = path.with_name(path.name + TEMPORARY)
-        with self._deleted_on_error(temporary, path):
-            written = written_file(temporary, draft, tensors, labels, base, coder, again=identity is not None)
+        try:
+            with temporary.open("wb") as out:
+                written = written_file(out, draft, tensors, labels, base, coder, again=identity is not None)
             keep_mode(temporary, path)
             if identity not in (None, written.header.identity):
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
             for number in range(len(written.header.parts)):
                 open_part(written, number)
             self._check_parent(written)
-        return written
-
-    def _check_parent(self, written: CheckpointFile) -> None:
-        """Raise CheckpointError if the parent of a delta is not there, or is another checkpoint.
-
-        A file of which this object has a summary is read again only if it has changed since.
-        """
-        if (parent := written.header.parent) is not None and parent.file is None:
-            with suppress(OSError):
-                known = self._summaries.get(file_version(self.path(parent.step).stat()))
-                if known and known.identity == parent.identity and known.sequence < written.header.sequence:
-                    return
-        self.parent_of(written)
-
-    @contextmanager
-    def _deleted_on_error(self, temporary: Path, path: Path) -> Iterator[None]:
-        """Delete a temporary file if the block fails. path: the final name."""
-        try:
-            yield
         except BaseException as error:
             error.add_note(f"while writing {temporary}; nothing else has changed")
             add_disk_full_note(error, path)
             self._delete_uncommitted(temporary)
             raise
+        return written
+
+    def _check_parent(self, written: CheckpointFile) -> None:
+        """Raise CheckpointError if the parent of a delta is not there, or is another checkpoint."""
+        # A file of which this object has a summary is read again only if it has changed since.
+        if (parent := written.header.parent) is not None and parent.file is None:
+            with suppress(OSError):
+                known = self._summaries.get(file_version(self.path(parent.step).stat()))
+                if known and known.identity == parent.identity and known.sequence < written.header.sequence:
+                    return
+        parent_of(written, self.path)
 
     def _delete_uncommitted(self, path: Path) -> None:
         """Delete a file that has not become part of the run, but not in a folder that has taken the run's place."""

@@ -24,7 +24,7 @@ from dynaquant.garbage import collection_paused
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.content import InMemory, OnDisk, read_at
 from dynaquant.store.entry import Entry
-from dynaquant.store.features import check_features, required_features, why_unreadable
+from dynaquant.store.features import check_features, required_features
 from dynaquant.store.files import FileVersion, file_version, is_missing, is_reference, open_file
 from dynaquant.store.layout import Layout, PartFile, check_layouts, parts_from_json, parts_to_json
 from dynaquant.store.write_behind import WriteBehind
@@ -121,13 +121,10 @@ class Header:
     def summary(self) -> Summary:
         """Returns the header without its large parts."""
         finite, parts = not self.record.get(NOT_FINITE), frozenset(part.address for part in self.parts)
-        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, parts, self._metric, finite)
-
-    @property
-    def _metric(self) -> float | None:
         quality = self.record.get("quality")
         value = quality.get("restored") if isinstance(quality, dict) else None
-        return value if isinstance(value, float) else None
+        metric = value if isinstance(value, float) else None
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, parts, metric, finite)
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -200,7 +197,9 @@ def stored_header(file: BinaryIO, size: int) -> tuple[bytes, int, str]:
         raise CheckpointError("truncated: the file ends too early")
     _, version = _PREAMBLE.unpack(start)
     if version != FORMAT_VERSION:
-        raise UnreadableError(why_unreadable(version))
+        raise UnreadableError(
+            f"format version {version}, but this dynaquant reads version {FORMAT_VERSION}; install a newer one"
+        )
     file.seek(size - _TRAILER.size)
     stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
     if magic != MAGIC:
@@ -228,7 +227,7 @@ class CheckpointFile:
     def __init__(self, path: Path, content: bytes | None = None) -> None:
         self.path = path
         self.frozen: dict[str, CheckpointFile] = {}
-        """The opened files of frozen parameters that it needs, by identity (``frozen_files.open_frozen``)."""
+        """The opened files of frozen parameters that it needs, by identity (``chain.open_frozen``)."""
         self.parts: dict[int, CheckpointFile] = {}
         """The opened parts in other files, by number (``chain.open_part``)."""
         self.address = ""

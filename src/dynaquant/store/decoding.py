@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ from dynaquant.store import frozen_tensors
 from dynaquant.store.chain import open_part
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import Layout, Place, box_name, layout_of, sharded_hash
+from dynaquant.store.layout import HashOfBoxes, Layout, Place, box_name, layout_of
 from dynaquant.store.out_of_memory import explain_damage
 
 
@@ -119,11 +119,17 @@ def _decode(
 ) -> StoredTensor:
     file, entry = stored.file, stored.entry
     with explain_damage(file, entry):
-        return decode(entry.scheme, replace(_coded(file, entry, parent, other), overwrite=overwrite))
+        return decode(entry.scheme, _coded(file, entry, parent, other, overwrite))
 
 
-def _coded(file: CheckpointFile, entry: Entry, parent: StoredTensor | None, other: StoredTensor | None) -> Coded:
-    return Coded(dtype_named(entry.dtype), torch.Size(entry.shape), file.read(entry), in_one(parent), other)
+def _coded(
+    file: CheckpointFile,
+    entry: Entry,
+    parent: StoredTensor | None,
+    other: StoredTensor | None,
+    overwrite: bool = False,
+) -> Coded:
+    return Coded(dtype_named(entry.dtype), torch.Size(entry.shape), file.read(entry), in_one(parent), other, overwrite)
 
 
 def holds(
@@ -162,7 +168,7 @@ def check_values(
         if not right:
             raise wrong_values(each.file, each.entry)
     complete = entry.scheme.layout_number is not None and len(stored) == len(places_of(file, entry))
-    if complete and sharded_hash((each.box, each.entry.hash) for each in stored) != entry.hash:
+    if complete and HashOfBoxes([each.box for each in stored])([each.entry.hash for each in stored]) != entry.hash:
         raise wrong_values(file, entry)
 
 

@@ -31,8 +31,3 @@ def check_features(required: Any) -> None:
     lacking = [name for name in required if name not in known]
     if lacking:
         raise UnreadableError(f"needs what this dynaquant cannot read: {', '.join(lacking)}; install a newer one")
-
-
-def why_unreadable(version: int) -> str:
-    """Return what is wrong with a file of another format version."""
-    return f"format version {version}, but this dynaquant reads version 1; install a newer one"

@@ -19,8 +19,6 @@ _DISK_FULL = {
     errno.EDQUOT: "your disk quota is used up: free some space and try again, or choose a path on another disk",
     errno.EFBIG: "the file exceeds the largest size allowed there: choose a path on another disk, or raise the limit",
 }
-
-
 _UNAVAILABLE = {
     errno.EACCES: "its permissions forbid reading it",
     errno.EPERM: "its permissions forbid reading it",

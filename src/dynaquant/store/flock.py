@@ -46,17 +46,14 @@ def unlock(descriptor: int) -> None:
 
 
 @contextmanager
-def locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Lock a file or folder for the block. Yields whether it got the lock.
-
-    wait: wait until no other process holds the lock. Without it, the block runs even if another process does.
-    """
+def locked(path: Path) -> Iterator[bool]:
+    """Lock a file or folder for the block, as soon as no other process does. Yields False if there are no locks."""
     if not AVAILABLE:
         yield False
         return
     descriptor, process = os.open(path, os.O_RDONLY), os.getpid()
     try:
-        yield lock(descriptor, wait) is True
+        yield lock(descriptor, wait=True) is True
     finally:
         try:
             if os.getpid() == process:  # a child forked meanwhile must not unlock for its parent

@@ -16,7 +16,7 @@ from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_files
+from dynaquant.store.chain import frozen_name, open_frozen
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import sync, sync_parent
@@ -46,7 +46,7 @@ class FrozenFiles:
         for identity in {stored.file for stored in files.values() if stored.file is not None}:
             if self._decodes.get(identity, True):
                 with suppress(CheckpointError):
-                    CheckpointFile(self._folder / frozen_files.file_name(identity))
+                    CheckpointFile(self._folder / frozen_name(identity))
                     there.add(identity)
         return {name: stored for name, stored in files.items() if stored.file is None or stored.file in there}
 
@@ -62,7 +62,7 @@ class FrozenFiles:
         for identity in file.header.frozen:
             if not self._decodes.get(identity, False):
                 self._decodes[identity] = False
-                verify(frozen_files.open_frozen(file, identity))
+                verify(open_frozen(file, identity))
                 self._decodes[identity] = True
 
 
@@ -90,19 +90,17 @@ def external_tensor(file: CheckpointFile, entry: Entry) -> External:
     Raises CheckpointError if the file of frozen parameters does not hold it.
     """
     if (identity := entry.scheme.frozen_file) is not None:
-        holder = frozen_files.open_frozen(file, identity)
+        holder = open_frozen(file, identity)
         found = holder.header.by_name.get(entry.name)
         fits = found is not None and (found.dtype, found.shape, found.hash) == (entry.dtype, entry.shape, entry.hash)
         if found is None or not fits or not found.scheme.is_exact or found.needs_parent:
             raise CheckpointError(f"{file.path}: {entry.name} is not in {holder.path.name}, where it should be")
         return tensor_in(holder, found)
-
     return omitted(entry.name, dtype_named(entry.dtype), torch.Size(entry.shape), entry.hash)
 
 
 def tensor_in(holder: CheckpointFile, entry: Entry) -> External:
     """Return a tensor of a file of frozen parameters. Its values are decoded and checked when asked for."""
-
     dtype, shape = dtype_named(entry.dtype), torch.Size(entry.shape)
 
     def values() -> Tensor:

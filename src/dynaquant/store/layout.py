@@ -61,7 +61,6 @@ class Plan:
 
     @cached_property
     def _by_part(self) -> dict[int, dict[int, list[Box]]]:
-        """The boxes of each part by layout."""
         found: dict[int, dict[int, list[Box]]] = {}
         for number, layout in enumerate(self.layouts):
             for place in layout:
@@ -129,12 +128,6 @@ def box_name(name: str, box: Box) -> str:
     return f"{name}@{','.join(map(str, box.offsets))}"
 
 
-def sharded_hash(hashes: Iterable[tuple[Box, str]]) -> str:
-    """Return the hash of a tensor that is stored as boxes, from the hashes of the boxes. 64 hexadecimal digits."""
-    found = list(hashes)
-    return HashOfBoxes([box for box, _ in found])([digest for _, digest in found])
-
-
 class HashOfBoxes:
     """Computes hashes of tensors that are divided into the same boxes, from the hashes of the boxes in their order."""
 
@@ -143,7 +136,7 @@ class HashOfBoxes:
         self._texts = [f"{list(boxes[i].offsets)}{list(boxes[i].sizes)}" for i in self._order]
 
     def __call__(self, digests: Sequence[str]) -> str:
-        """Return the hash of a tensor. digests: of its boxes."""
+        """Return the hash of a tensor, 64 hexadecimal digits. digests: of its boxes."""
         pieces = [text + digests[i] for text, i in zip(self._texts, self._order, strict=True)]
         return blake3("".join(["boxes", *pieces]).encode()).hexdigest()
 

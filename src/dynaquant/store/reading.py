@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain as joined
-from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
@@ -49,13 +48,6 @@ def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
     if name not in chain[0].header.by_name:
         raise CheckpointError(f"{chain[0].path}: there is no tensor {name!r}")
     return load_tensors(chain, [name])[name]
-
-
-def error_with_step(step: int, path: Path, error: CheckpointError) -> CheckpointError:
-    """Return an error like this one, prefixed by the step unless its text names the checkpoint already."""
-    itself = f"checkpoint step {step}: "
-    named = str(error).startswith((itself, f"{path}: "))
-    return error if named else type(error)(f"{itself}{error}")
 
 
 def load_all(chain: list[CheckpointFile], names: Collection[str] | None = None, threads: int = 1) -> Tensors:

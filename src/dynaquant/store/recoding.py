@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_files, frozen_tensors
+from dynaquant.store import frozen_tensors
+from dynaquant.store.chain import open_frozen
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.files import removing_empty_folders
-from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.pointers import FRAMEWORK_FOLDER
 from dynaquant.store.reading import load_all
-from dynaquant.store.run import Run
+from dynaquant.store.run import LOSSLESS_COPY, Run
 
 
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
@@ -45,7 +45,7 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         # a name, both files are deleted, so that neither is left without the other.
         try:
             for identity in file.header.frozen:
-                holder = frozen_files.open_frozen(file, identity)
+                holder = open_frozen(file, identity)
                 undo.callback((folder / holder.path.name).unlink, missing_ok=True)
                 frozen_tensors.copy_to(holder, folder)
             if copy is not None:

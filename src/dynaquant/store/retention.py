@@ -162,24 +162,19 @@ def _depends_on(summary: Summary, steps: Collection[int], by_step: Mapping[int, 
 
 
 def _raise_if_unreadable(error: CheckpointError) -> None:
-    """Raise the error if the file may be sound."""
     if may_be_sound(error):
         raise error
 
 
 def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None:
-    """Re-code a checkpoint so that it depends on none of ``steps``.
-
-    It is conditioned on the first ancestor that decodes, or becomes a keyframe. The parent may be damaged in tensors
-    that its child does not need.
-    """
+    """Re-code a checkpoint on its first ancestor that is none of ``steps`` and decodes, or as a keyframe."""
     chain = run.chain(run.file(step))
     for ancestor in chain[1:]:
         if ancestor.header.step not in steps:
             try:
                 run.recode(chain, run.chain(ancestor))
                 return
-            except CheckpointError as error:
+            except CheckpointError as error:  # the ancestor may be damaged in tensors that this one does not need
                 _raise_if_unreadable(error)
     run.recode(chain, None)
 

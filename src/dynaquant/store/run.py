@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynaquant.errors import CheckpointError, RunChangedError
-from dynaquant.store import lossless_copies
 from dynaquant.store.catalogue import Catalogue, Line, Listed
-from dynaquant.store.chain import chain_of, name_step_in_errors, parent_of
-from dynaquant.store.container import (
-    CheckpointFile,
-    Parent,
-    Summary,
-    is_step,
-    open_if_exists,
-)
+from dynaquant.store.chain import chain_of, name_step_in_errors
+from dynaquant.store.container import CheckpointFile, Header, Parent, Summary, is_step, open_if_exists
 from dynaquant.store.files import FileVersion, file_version, non_file_kind, user_path
-from dynaquant.store.listing import REPLACED, STEP, SUFFIX, read_each
+from dynaquant.store.listing import REPLACED, STEP, SUFFIX, checkpoint_paths, read_each
 
 if TYPE_CHECKING:
     from dynaquant.store.reading import Tensors
+
+LOSSLESS_COPY = "exact"
+"""Key of a record: the identity of the lossless copy, or None."""
+EXACT_WEIGHTS = "exact_weights"
+"""Key of a record: true if the copy is exact in its weights only, and has all other tensors as in the checkpoint."""
+_COPY_NAME = re.compile(r"exact-\d{12,}-\d{12,}\.dqc")
 
 
 class Run:
@@ -88,9 +88,8 @@ class Run:
         """Like ``summaries``, but returns whole headers. The files are closed, because there may be many."""
 
         def read(name: str) -> CheckpointFile:
-            file = CheckpointFile(self.folder / name)
+            file = self._closed(name)
             self._check_name(name, file.header.step)
-            file.close()
             return file
 
         found, broken = read_each(self.folder, STEP, read)
@@ -106,13 +105,12 @@ class Run:
 
         All are keyframes. They are no steps of the run: ``summaries`` and ``files`` leave them out.
         """
+        return read_each(self.folder, REPLACED, self._closed)
 
-        def read(name: str) -> CheckpointFile:
-            file = CheckpointFile(self.folder / name)
-            file.close()
-            return file
-
-        return read_each(self.folder, REPLACED, read)
+    def _closed(self, name: str) -> CheckpointFile:
+        file = CheckpointFile(self.folder / name)
+        file.close()
+        return file
 
     def holding(self, step: int, identity: str) -> CheckpointFile:
         """Open the checkpoint of a step that has this identity, also if it was replaced and is kept for its tags.
@@ -170,10 +168,6 @@ class Run:
                 raise
             raise RunChangedError(str(error)) from error
 
-    def parent_of(self, file: CheckpointFile) -> CheckpointFile | None:
-        """Open the parent of a delta (``chain.parent_of``). Returns None for a keyframe."""
-        return parent_of(file, self.path)
-
     def chain(self, file: CheckpointFile, decoded: CheckpointFile | None = None) -> list[CheckpointFile]:
         """Open the files that a checkpoint is decoded from, itself first (``chain.chain_of``)."""
         return chain_of(file, self.path, decoded=decoded)
@@ -188,25 +182,35 @@ class Run:
 
     def lossless_copy_paths(self) -> list[Path]:
         """Return the files of lossless copies, lowest step first."""
-        return lossless_copies.copy_paths(self.folder)
+        return [path for path in checkpoint_paths(self.folder, "exact-") if _COPY_NAME.fullmatch(path.name)]
+
+    def copy_path(self, header: Header | Summary) -> Path:
+        """Return the path of a checkpoint's lossless copy. The sequence number makes it different for every commit."""
+        return self.folder / f"exact-{header.step:012d}-{header.sequence:012d}{SUFFIX}"
 
     def lossless_copy(self, file: CheckpointFile) -> CheckpointFile | None:
         """Open the lossless copy of a checkpoint. Returns None if it was saved without one.
 
-        The next commit deletes the copy; then returns None, too. Raises CheckpointError if the copy is damaged, or if
-        the copy of the newest checkpoint is missing.
+        The copy is a file beside the checkpoint, with its tensors before quantization. The next commit deletes it,
+        unless it is exact in its weights only and its checkpoint has a tag; then returns None, too.
+
+        Raises CheckpointError if the copy is damaged or that of another checkpoint, or if the copy of the newest
+        checkpoint is missing.
         """
         header = file.header
-        copy = lossless_copies.open_copy(self.folder, header)
-        if copy is not None or not lossless_copies.has_copy(header):
+        if (identity := header.record.get(LOSSLESS_COPY)) is None:
+            return None
+        path = self.copy_path(header)
+        if (copy := open_if_exists(path)) is not None:
+            if copy.header.identity != identity:
+                raise CheckpointError(f"{path}: is not the lossless copy that was saved with step {header.step}")
             return copy
         if header.sequence >= self._newest:
             self.summaries()  # a newer checkpoint may have been committed meanwhile
         if header.sequence < self._newest:
             return None
-        name = lossless_copies.copy_path(self.folder, header).name
         raise CheckpointError(
-            f"checkpoint step {header.step}: its lossless copy, {name}, is not in {self.folder} (was it "
+            f"checkpoint step {header.step}: its lossless copy, {path.name}, is not in {self.folder} (was it "
             "deleted by hand?)"
         )
 

@@ -9,11 +9,8 @@ from pathlib import Path
 from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, Header, Parent
-from dynaquant.store.files import is_reference, syncing
-from dynaquant.store.writing import Base, Checkpoint, verify_written, write_checkpoint
-
-FIRST_SEQUENCE = 1
-"""The sequence number of a file without a parent. A delta has that of its parent, plus one."""
+from dynaquant.store.files import is_reference
+from dynaquant.store.writing import Base, Checkpoint, verify_written, write_checkpoint, written_file
 
 
 def write_file(
@@ -35,11 +32,8 @@ def write_file(
     out = out.resolve() if out.is_symlink() else out
     draft = _draft(checkpoint, parent, out)
     with atomic_file(out) as file:
-        tensors, labels = checkpoint.tensors, checkpoint.labels
-        write_checkpoint(file, draft, tensors, labels, base, checkpoint.coder, threads=threads)
-        with syncing(file):
-            written = CheckpointFile(Path(file.name))
-            verify_written(written, tensors, base, threads)
+        tensors, labels, coder = checkpoint.tensors, checkpoint.labels, checkpoint.coder
+        written = written_file(file, draft, tensors, labels, base, coder, threads=threads)
     return written.renamed(out)
 
 
@@ -55,10 +49,9 @@ def write_in_memory(
 
 
 def _draft(checkpoint: Checkpoint, parent: CheckpointFile | None, out: Path | None) -> Header:
-    """Return the header of a file, without entries."""
     return Header(
         step=checkpoint.step,
-        sequence=FIRST_SEQUENCE if parent is None else parent.header.sequence + 1,
+        sequence=1 if parent is None else parent.header.sequence + 1,
         parent=None if parent is None else _as_parent(parent, out),
         tree=checkpoint.tree,
         entries=(),
@@ -67,10 +60,7 @@ def _draft(checkpoint: Checkpoint, parent: CheckpointFile | None, out: Path | No
 
 
 def _as_parent(parent: CheckpointFile, out: Path | None) -> Parent:
-    """Return how a delta at ``out`` names its parent: by a path from its folder, if both have one.
-
-    Raises CheckpointError if the path has characters that a header cannot hold.
-    """
+    """Return how a delta at ``out`` names its parent: by a path from its folder, if both have one."""
     header = parent.header
     if out is None or parent.in_memory:
         return Parent(header.step, header.identity, "")

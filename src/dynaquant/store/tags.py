@@ -88,7 +88,7 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
     tag = Tag(name, file.header.step, file.header.identity)
     path = run.folder / FOLDER / name
     make_folder(path.parent)
-    with flock.locked(path.parent, wait=True) as alone:
+    with flock.locked(path.parent) as alone:
         if alone:  # temporary files here were left by killed processes
             for leftover in path.parent.glob(".*.tmp"):
                 leftover.unlink()
@@ -97,7 +97,6 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
 
 
 def _write_tag(run: Run, tag: Tag, path: Path, force: bool) -> None:
-    """Write the file of a tag atomically."""
     temporary = path.with_name(f".{tag.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps({"step": tag.step, "identity": tag.identity}) + "\n")

@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_files
+from dynaquant.store.chain import FROZEN, frozen_name, is_frozen_name
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import is_part_name, part_name
 from dynaquant.store.listing import checkpoint_paths
-from dynaquant.store.lossless_copies import EXACT_WEIGHTS, copy_path
-from dynaquant.store.run import Run
+from dynaquant.store.run import EXACT_WEIGHTS, Run
 from dynaquant.store.tags import tags_of
 
 
@@ -33,7 +32,7 @@ def unneeded(run: Run, parts_begun: bool) -> list[Path]:
         named = {(tag.step, tag.identity) for tag in tags_of(run)}
     except CheckpointError:  # a tag that cannot be read now may name any of them
         return []
-    copies = {copy_path(run.folder, summary) for summary in summaries[-1:]} | _copies_of_weights(run, named)
+    copies = {run.copy_path(summary) for summary in summaries[-1:]} | _copies_of_weights(run, named)
     found = []
     for file in replaced:
         checkpoint = (file.header.step, file.header.identity)
@@ -44,9 +43,9 @@ def unneeded(run: Run, parts_begun: bool) -> list[Path]:
     if broken or broken_too:
         return found
     found += [path for path in run.lossless_copy_paths() if path not in copies]
-    frozen = {frozen_files.file_name(identity) for summary in summaries for identity in summary.frozen}
-    for path in checkpoint_paths(run.folder, frozen_files.PREFIX):
-        if frozen_files.is_frozen_name(path.name) and path.name not in frozen:
+    frozen = {frozen_name(identity) for summary in summaries for identity in summary.frozen}
+    for path in checkpoint_paths(run.folder, FROZEN):
+        if is_frozen_name(path.name) and path.name not in frozen:
             found.append(path)
     if not parts_begun:
         parts = {part_name(address) for summary in summaries for address in summary.parts}
@@ -62,5 +61,5 @@ def _copies_of_weights(run: Run, named: Iterable[tuple[int, str]]) -> set[Path]:
         with suppress(CheckpointError):  # a tag may outlive its checkpoint
             header = run.holding(step, identity).header
             if header.record.get(EXACT_WEIGHTS):
-                found.add(copy_path(run.folder, header))
+                found.add(run.copy_path(header))
     return found

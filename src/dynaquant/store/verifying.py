@@ -9,12 +9,12 @@ from pathlib import Path
 
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.errors import CheckpointError, UnreadableError
-from dynaquant.store import frozen_files, frozen_tensors
-from dynaquant.store.chain import dependent_last, retry_if_run_changed
+from dynaquant.store import frozen_tensors
+from dynaquant.store.chain import dependent_last, error_with_step, open_frozen, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.decoding import check_reference, check_values, decode_entry
 from dynaquant.store.entry import Entry
-from dynaquant.store.reading import Tensors, error_with_step
+from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 
 
@@ -32,7 +32,6 @@ class _Decoded:
 
 def damage(run: Run, step: int) -> CheckpointError | None:
     """Decode a checkpoint and the files of frozen parameters that it needs. Returns the error; None if it is sound."""
-
     return _error_of(lambda: _decode_whole(run, run.file(step)))
 
 
@@ -44,7 +43,7 @@ def damage_of_file(path: Path) -> CheckpointError | None:
 def _decode_whole(run: Run, file: CheckpointFile) -> None:
     run.load(file)
     for identity in file.header.frozen:
-        frozen_tensors.verify(frozen_files.open_frozen(file, identity))
+        frozen_tensors.verify(open_frozen(file, identity))
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
@@ -167,7 +166,7 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
     """Return ``found`` with the damage of the files of frozen parameters that it needs. sound: as for ``_decode``."""
     for identity in found.file.header.frozen - sound:
         try:
-            frozen_tensors.verify(frozen_files.open_frozen(found.file, identity))
+            frozen_tensors.verify(open_frozen(found.file, identity))
             sound.add(identity)
         except CheckpointError as error:
             found.wrong[identity] = _alone(error)

@@ -182,20 +182,20 @@ def verify_written(
 
 
 def written_file(
-    path: Path,
+    out: BinaryIO,
     draft: Header,
     tensors: Mapping[str, StoredTensor],
     labels: Mapping[str, Label],
     base: Base | None,
     coder: Coder = "conditional",
     again: bool = False,
+    threads: int = 1,
 ) -> CheckpointFile:
     """Write a file, read it back and compare it while it gets on the disk. Arguments: of ``write_checkpoint``."""
-    with path.open("wb") as out:
-        write_checkpoint(out, draft, tensors, labels, base, coder, again)
-        with syncing(out):
-            written = CheckpointFile(path)
-            verify_written(written, tensors, base)
+    write_checkpoint(out, draft, tensors, labels, base, coder, again, threads)
+    with syncing(out):
+        written = CheckpointFile(Path(out.name))
+        verify_written(written, tensors, base, threads)
     return written
 
 
@@ -285,7 +285,8 @@ def write_part(
     header = Header(draft.step, draft.sequence, base.parent if base else None, None, (), {})
     temporary = folder / f"{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
     try:
-        written = written_file(temporary, header, tensors, labels, base, again=again)
+        with temporary.open("wb") as out:
+            written = written_file(out, header, tensors, labels, base, again=again)
         path = folder / part_name(written.address)
         temporary.replace(path)
         sync_parent(path)
