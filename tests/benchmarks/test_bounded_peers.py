@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import assert_same, real_chain
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from peers import block_dct, dedup, delta_dnn, zfp
@@ -16,6 +16,7 @@ from peers.dedup import DEDUP, difference
 from peers.delta_dnn import DELTA_DNN
 from peers.peer import Checkpoint, Known
 from peers.zfp import ZFP
+from tiers import examples
 
 NEEDS_ZFP = pytest.mark.skipif(find_spec("zfpy") is None, reason="zfpy is not installed")
 SPREAD = [pytest.param(ZFP, marks=NEEDS_ZFP), BLOCK_DCT]
@@ -89,13 +90,13 @@ def test_the_bound_holds_for_any_shape_and_data_type(peer, dtype, place):
 
 
 @pytest.mark.parametrize("peer", BOUNDED, ids=named)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(weight=floats(2.0**100), place=st.sampled_from(ENDS))
 def test_the_bound_holds_for_any_values(peer, weight, place):
     assert_bounded(peer, weight, through(peer, {"w": weight}, peer.space[place])["w"], peer.space[place])
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data(), before=floats(16), place=st.sampled_from(ENDS))
 def test_the_bound_of_delta_dnn_holds_for_any_reference(data, before, place):
     numbers = st.floats(-(2.0**60), 2.0**60, width=32)
@@ -225,7 +226,7 @@ def test_states_of_other_lengths_decode_to_the_same_bytes():
     written(twice, long)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     now=st.lists(st.sampled_from([b"aaaa", b"bbbb", b"abcd", b"x"]), max_size=40),
     before=st.lists(st.sampled_from([b"aaaa", b"bbbb", b"abcd", b"yy"]), max_size=40),

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from dynaquant.engine.coding import byte_planes
 from dynaquant.engine.coding.lossless import decode, encode, needs_parent
@@ -49,7 +50,7 @@ def check_round_trip(data, itemsize, parent):
     return stream
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     count=st.integers(0, 300) | st.sampled_from([4095, 5000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77]),
     itemsize=ITEMSIZES,

@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 from full_disk import contents, files_of_at_most
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tiers import examples
 from torch import nn
 from training import bits, model_of, train
 
@@ -71,13 +72,13 @@ states = st.dictionaries(
 )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(state=states)
 def test_lossless_keeps_every_bit_of_any_state(tmp_path_factory, state):
     assert bits(compressed(state, tmp_path_factory.mktemp("t"), quality=LOSSLESS)) == bits(state)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(state=states)
 def test_load_and_decompress_agree_and_keep_names_shapes_and_dtypes(tmp_path_factory, state):
     folder = tmp_path_factory.mktemp("t")

@@ -4,8 +4,9 @@ import heapq
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tiers import examples
 
 from dynaquant import _native
 
@@ -255,7 +256,7 @@ def test_every_single_bit_flip_decodes_to_levels_or_is_refused(arguments):
     assert refused >= 32  # at least all sizes
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.data())
 def test_spliced_streams_decode_to_levels_or_are_refused(data):
     first, second = data.draw(st.sampled_from(STREAMS)), data.draw(st.sampled_from(STREAMS))
@@ -263,14 +264,14 @@ def test_spliced_streams_decode_to_levels_or_are_refused(data):
     decodes_or_refuses(first[0][:cut] + second[0][resume:], *data.draw(st.sampled_from([first, second]))[1:])
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.binary(max_size=200), st.sampled_from([0, 1, 5, 1000]), st.integers(1, 256), st.booleans())
 def test_random_bytes_decode_to_levels_or_are_refused(junk, size, modulus, rearranged):
     parent = np.arange(size, dtype=np.uint32).astype(np.uint8) % np.uint8(min(modulus, 255))
     decodes_or_refuses(junk, size, parent, modulus, modulus if rearranged else 1)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.binary(max_size=300), st.integers(0, 255))
 def test_random_blocks_behind_a_good_table_decode_to_levels_or_are_refused(junk, seed):
     stream, size, parent, modulus, groups = STREAMS[seed % 6]

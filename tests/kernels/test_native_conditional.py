@@ -4,8 +4,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tiers import examples
 
 from dynaquant import _native
 from dynaquant.engine.tensors.codebook import PROTECTED
@@ -378,7 +379,7 @@ def test_streams_for_another_size_parent_or_number_of_symbols_decode_to_levels_o
         decodes_to_levels(stream, levels.size, (parent, fits.reshape(-1), context_of, contexts, max(fewer, 1)))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.binary(max_size=200), st.sampled_from([0, 1, 7, 3000]), st.integers(1, 256), st.integers(1, 256))
 def test_random_bytes_decode_to_levels_or_are_refused(junk, size, contexts, symbols):
     level_of, _, context_of = tables(symbols, contexts, np.random.default_rng(contexts))

@@ -4,8 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from dynaquant import _native
 
@@ -127,7 +128,7 @@ def test_streams_of_exact_values_with_truncated_or_exchanged_blocks_decode_or_ar
         exact_decodes_or_refuses(stream[:head] + bytes(junk), data.size, itemsize, parent)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.binary(max_size=300), st.sampled_from([0, 1, 5, 1000]), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_random_bytes_decode_to_exact_values_or_are_refused(junk, count, itemsize, with_parent):
     size = count * itemsize

@@ -6,9 +6,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from tiers import examples
 from whole_tensors import within
 
 import dynaquant as dq
@@ -75,7 +76,7 @@ SHAPES = arrays.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=6)
 
 
 @EVERY_DTYPE
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data())
 def test_the_bound_holds_for_any_bits(dtype, data):
     """Any bit patterns: NaNs with any payload, infinities, subnormal numbers, values of every size."""
@@ -88,7 +89,7 @@ def test_the_bound_holds_for_any_bits(dtype, data):
 
 
 @EVERY_DTYPE
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data())
 def test_the_bound_holds_for_values_of_similar_size(dtype, data):
     """Most of these are stored on a grid; with bounds near half of the distance of two neighbours in the dtype."""

@@ -9,10 +9,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from optimizer_moments import moments
 from ranks_in_threads import divided, local, on_ranks, together
+from tiers import examples
 from whole_tensors import UNKNOWN, quantize_rank_one, quantize_second_moment, quantize_to_log_grid
 
 from dynaquant.engine import reduction
@@ -120,7 +121,7 @@ def test_ranks_store_what_one_process_stores_in_every_dtype(dtype):
         assert_as_in_one_process(tensors, dict.fromkeys(tensors, shards_of((41, 30), layout)), 0.5, 0.3)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_ranks_store_what_one_process_stores_in_any_layout(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))

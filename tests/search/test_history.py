@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from movement import Movement
 from rewritten import with_record
 from searches import BOTH_METHODS, checkpointer, loss, run, training_of
+from tiers import examples
 from torch import nn
 from training import train
 
@@ -146,7 +147,7 @@ def decide(record, method: str) -> Decision:
 
 @BOTH_METHODS
 @given(record=RECORDS)
-@settings(max_examples=20)
+@examples(20)
 def test_the_next_decision_stays_within_the_limit_whatever_a_record_contains(method, record):
     decision = decide(record, method)
     assert decision.limit <= 0.01

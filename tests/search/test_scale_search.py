@@ -4,8 +4,9 @@ import math
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tiers import examples
 
 from dynaquant.methods.grid.scale_search import degradation_at_scale_1, expected_exponent, first_exponent, scale_search
 
@@ -167,7 +168,7 @@ def staircase(jumps):
     return lambda scale: 1e-9 + sum(height for at, height in jumps if scale >= at)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(jumps=STAIRS, start=STARTS, per_round=st.integers(1, 4))
 @example([(-100, 0.012)], 0, 1)
 @example([(-140, 0.0101)], HIGHEST, 1)
@@ -178,7 +179,7 @@ def test_if_a_prefix_is_good_enough_something_is_found(jumps, start, per_round):
     assert (found is None) == (best_of(degradation) is None)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(jumps=STAIRS, start=STARTS, per_round=st.integers(1, 4))
 @example([(0, 0.012)], -10, 1)
 @example([(-50, 0.02)], -80, 1)

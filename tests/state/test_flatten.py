@@ -11,9 +11,10 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tiers import examples
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler, swa_utils
 
@@ -545,7 +546,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(json_values)
 def test_any_json_gives_a_state_or_an_error(tree):
     with contextlib.suppress(StateError):

@@ -90,6 +90,11 @@ def by_example(item):
     return is_hypothesis_test(item.obj)
 
 
+def examples(count: int) -> settings:
+    """Return settings of a property for which 100 examples are too few or too many. The quick tier tries fewer."""
+    return settings(max_examples=max(10, count * settings.default.max_examples // 100))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     item.stash[BEGAN] = cpu_seconds()
