@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import call
+from forked_trainings import result_of, trainings
 from launched import launch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -47,23 +47,14 @@ def _own_accelerator():
         state._reset_state()
 
 
-def train(folder, at=None, **options) -> SimpleNamespace:
-    """Train in a process of its own. at: the step after which it is killed."""
-    arguments = json.dumps({"folder": str(folder), **options})
-    found = SimpleNamespace(result=None, resumed=None, status=None)
-    with subprocess.Popen([sys.executable, SCRIPT, arguments], stdout=subprocess.PIPE, text=True, bufsize=1) as process:
-        for line in process.stdout:
-            word, _, value = line.partition(" ")
-            if word == "step" and int(value) == at:
-                process.send_signal(signal.SIGKILL)
-            elif word in ("resumed", "result"):
-                setattr(found, word, json.loads(value))
-    found.status = process.returncode
-    return found
+@pytest.fixture(scope="module")
+def train():
+    with trainings(SCRIPT) as train:
+        yield train
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict:
+def undisturbed(train, tmp_path_factory) -> dict:
     """What the training comes to without any checkpoint."""
     return train(tmp_path_factory.mktemp("undisturbed")).result
 
@@ -87,10 +78,10 @@ def attached(folder, run="run", automatic=False, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
-def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(undisturbed, tmp_path, quality):
+def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(train, undisturbed, tmp_path, quality):
     generator = random.Random(f"accelerate {quality}")
     for at in sorted(generator.sample(range(6, STEPS), 3)):
-        assert train(tmp_path, at, quality=quality, pause=0.01).status == -signal.SIGKILL
+        assert train(tmp_path, at, quality=quality, pause=0.01).ended == signal.SIGKILL
     last = train(tmp_path, quality=quality)
     assert last.resumed >= 5
     assert last.result["steps"] == undisturbed["steps"] == STEPS
@@ -99,7 +90,7 @@ def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(undi
         assert last.result == undisturbed
 
 
-def test_saves_do_not_change_the_training(undisturbed, tmp_path):
+def test_saves_do_not_change_the_training(train, undisturbed, tmp_path):
     assert train(tmp_path, quality="balanced").result == undisturbed
     with pytest.raises(dq.CheckpointError, match="there is no checkpoint of step 40"):  # total_limit
         dq.load(tmp_path / "run", step=40)
@@ -107,7 +98,7 @@ def test_saves_do_not_change_the_training(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(undisturbed, tmp_path):
+def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(train, undisturbed, tmp_path):
     train(tmp_path, 22, quality="lossless", loader="stateful")
     last = train(tmp_path, quality="lossless", loader="stateful")
     assert last.resumed * 2 % BATCHES != 0
@@ -125,9 +116,6 @@ def test_ddp_resumes_exactly_after_a_kill(tmp_path):
             modules=("dynaquant.integrations.accelerate",),
         )
 
-    def result(output) -> dict:
-        return json.loads(next(line for line in output.splitlines() if line.startswith("result")).partition(" ")[2])
-
     status, output = ranks("a")
     assert status == 0, output
     status, _ = ranks("b", quality="lossless", kill_at=23)
@@ -135,7 +123,7 @@ def test_ddp_resumes_exactly_after_a_kill(tmp_path):
     status, again = ranks("b", quality="lossless")
     assert status == 0, again
     assert "resumed 20" in again
-    assert result(again) == result(output)
+    assert result_of(again) == result_of(output)
 
 
 def test_the_example_goes_on_after_a_kill(tmp_path):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked_trainings import result_of, trainings
 from full_disk import files_of_at_most
 from training import bits
 
@@ -60,39 +61,9 @@ STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
 @pytest.fixture(scope="module")
-def process():
-    """A process that trains whenever it gets a line, see ``lightning_training``."""
-    with subprocess.Popen(
-        [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as started:
-        yield started
-        started.stdin.close()
-
-
-@pytest.fixture
-def train(process):
-    """Return a function that trains in a process of its own, and kills it after a step."""
-
-    def run(folder, at=None, **changes) -> SimpleNamespace:
-        process.stdin.write(json.dumps({"folder": str(folder), **changes}) + "\n")
-        found = SimpleNamespace(result=None, steps=[], status=None)
-        child = None
-        for line in process.stdout:
-            word, _, value = line.partition(" ")
-            if word == "started":
-                child = int(value)
-            elif word == "step":
-                found.steps.append(int(value))
-                if int(value) == at:
-                    os.kill(child, signal.SIGKILL)
-            elif word == "result":
-                found.result = json.loads(value)
-            elif word == "ended":
-                found.status = int(value)
-                return found
-        raise AssertionError("the process has ended")
-
-    return run
+def train():
+    with trainings(SCRIPT) as train:
+        yield train
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +108,7 @@ def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(trai
     generator = random.Random(f"lightning {quality}")
     for step in sorted(generator.sample(range(3, STEPS), 3)):
         killed = train(tmp_path, at=step, quality=quality, pause=0.02)
-        assert killed.status == signal.SIGKILL
+        assert killed.ended == signal.SIGKILL
         assert killed.steps[0] <= step
     ended = train(tmp_path, quality=quality)
     assert ended.steps[0] % STEPS_PER_EPOCH == 1, "it went on from the end of an epoch"
@@ -316,13 +287,13 @@ def test_saves_and_loads_are_in_the_log_and_warnings_only_once(tmp_path, caplog)
 
 @pytest.mark.slow
 def test_ddp_saves_and_resumes_exactly(tmp_path):
-    def ranks(folder, **changes) -> str:
+    def ranks(folder, **changes) -> dict:
         settings = json.dumps(
             {"folder": str(folder), "quality": "lossless", "devices": 2, "module": {"dropout": 0.0}, **changes}
         )
         status, output = launch(SCRIPT, 2, 300, settings, modules=("dynaquant.integrations.lightning",))
         assert status == 0, output
-        return next(line for line in output.splitlines() if line.startswith("result"))
+        return result_of(output)
 
     undisturbed = ranks(tmp_path / "a", epochs=3)
     ranks(tmp_path / "b", epochs=2)
@@ -351,8 +322,7 @@ def test_folders_can_be_moved_whole_and_a_file_alone_says_what_to_do(tmp_path):
 def test_decompress_makes_a_file_that_lightning_loads_alone(tmp_path):
     module = fit(trainer_of(tmp_path, "lossless", epochs=1))
     out = tmp_path / "alone.ckpt"
-    command = [sys.executable, "-m", "dynaquant.cli", "decompress", str(checkpoints(tmp_path) / "last.ckpt")]
-    subprocess.run([*command, "-o", str(out)], check=True, capture_output=True)
+    call("decompress", checkpoints(tmp_path) / "last.ckpt", "-o", out)
     assert hash_of(Module.load_from_checkpoint(out)) == hash_of(module)
 
 

@@ -1,11 +1,13 @@
 """Transformers' Trainer saves to a run, and goes on from it as if nothing had happened."""
 
 import errno
+import importlib
 import inspect
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import call
+from forked_trainings import result_of, trainings
 from launched import launch
 from training import bits
 
@@ -44,39 +47,9 @@ LOSSLESS = {"quality": "lossless"}
 
 
 @pytest.fixture(scope="module")
-def process():
-    """A process that trains whenever it gets a line, see ``transformers_training``."""
-    with subprocess.Popen(
-        [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as started:
-        yield started
-        started.stdin.close()
-
-
-@pytest.fixture
-def train(process):
-    """Return a function that trains in a process of its own, and sends it a signal after a step."""
-
-    def run(folder, dynaquant, at=None, sent=signal.SIGKILL, **changes) -> SimpleNamespace:
-        process.stdin.write(json.dumps({"folder": str(folder), "dynaquant": dynaquant, **changes}) + "\n")
-        found = SimpleNamespace(result=None, steps=[], status=None)
-        child = None
-        for line in process.stdout:
-            word, _, value = line.partition(" ")
-            if word == "started":
-                child = int(value)
-            elif word == "step":
-                found.steps.append(int(value))
-                if int(value) == at:
-                    os.kill(child, sent)
-            elif word == "result":
-                found.result = json.loads(value)
-            elif word == "ended":
-                found.status = int(value)
-                return found
-        raise AssertionError("the process has ended")
-
-    return run
+def train():
+    with trainings(SCRIPT) as train:
+        yield train
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +101,9 @@ def tags(folder) -> dict[str, int]:
 def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(train, undisturbed, tmp_path, quality):
     generator = random.Random(f"transformers {quality}")
     for step in sorted(generator.sample(range(5, STEPS), 3)):
-        killed = train(tmp_path, {"quality": quality}, at=step)
-        assert killed.status == signal.SIGKILL
-    last = train(tmp_path, {"quality": quality})
+        killed = train(tmp_path, dynaquant={"quality": quality}, at=step)
+        assert killed.ended == signal.SIGKILL
+    last = train(tmp_path, dynaquant={"quality": quality})
     assert last.steps[0] > 1  # it has resumed
     assert last.result["steps"] == STEPS
     assert last.result["evaluations"] == STEPS // 10
@@ -144,28 +117,28 @@ def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(trai
 
 def test_saves_do_not_change_the_training(train, undisturbed, tmp_path):
     # With a metric, which evaluates many candidates.
-    result = train(tmp_path, {}).result
+    result = train(tmp_path, dynaquant={}).result
     assert (result["weights"], result["history"]) == (undisturbed.weights, undisturbed.history)
     assert [record.judged_by for record in records_of(tmp_path)] == ["evaluate"] * 6
 
 
 def test_gradient_accumulation_and_epochs_resume_exactly(train, tmp_path):
     changes = {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch"}
-    undisturbed = train(tmp_path / "a", LOSSLESS, **changes).result
+    undisturbed = train(tmp_path / "a", dynaquant=LOSSLESS, **changes).result
     assert undisturbed["steps"] == 36
-    train(tmp_path / "b", LOSSLESS, at=20, **changes)
+    train(tmp_path / "b", dynaquant=LOSSLESS, at=20, **changes)
     assert steps_of(tmp_path / "b") == [12]
-    assert train(tmp_path / "b", LOSSLESS, **changes).result == undisturbed
+    assert train(tmp_path / "b", dynaquant=LOSSLESS, **changes).result == undisturbed
 
 
 def test_a_checkpoint_is_saved_on_sigterm(train, undisturbed, tmp_path):
     # JITCheckpointCallback waits for three seconds, then saves at the end of the step.
     slowly = {"enable_jit_checkpoint": True, "save_steps": 1000, "pause": 0.1}
-    stopped = train(tmp_path, LOSSLESS, at=11, sent=signal.SIGTERM, **slowly)
+    stopped = train(tmp_path, dynaquant=LOSSLESS, at=11, sent=signal.SIGTERM, **slowly)
     assert 11 < stopped.steps[-1] < STEPS
     assert steps_of(tmp_path) == [stopped.steps[-1]]
     assert sorted(os.listdir(tmp_path)) == ["dynaquant"]
-    resumed = train(tmp_path, LOSSLESS, save_steps=1000)
+    resumed = train(tmp_path, dynaquant=LOSSLESS, save_steps=1000)
     assert resumed.steps[0] == stopped.steps[-1] + 1
     assert (resumed.result["weights"], resumed.result["history"]) == (undisturbed.weights, undisturbed.history)
 
@@ -191,18 +164,15 @@ def test_ddp_resumes_exactly_after_a_kill(tmp_path):
         settings = {"folder": str(folder), "dynaquant": LOSSLESS, "ddp_backend": "gloo", "max_steps": 30, **changes}
         return launch(SCRIPT, 2, 300, json.dumps(settings), modules=("dynaquant.integrations.transformers",))
 
-    def result(output) -> dict:
-        return json.loads(next(line for line in output.splitlines() if line.startswith("result")).partition(" ")[2])
-
     status, output = ranks(tmp_path / "a")
     assert status == 0, output
-    undisturbed = result(output)
+    undisturbed = result_of(output)
     status, output = ranks(tmp_path / "b", kill_at=17)
     assert status != 0
     assert steps_of(tmp_path / "b") == [10]
     status, output = ranks(tmp_path / "b")
     assert status == 0, output
-    assert result(output) == undisturbed
+    assert result_of(output) == undisturbed
 
 
 @pytest.mark.slow
@@ -968,8 +938,10 @@ def test_uploads_of_checkpoint_folders_are_refused(tmp_path, monkeypatch):
 # Without Transformers
 
 
-def test_without_transformers_the_error_says_what_to_install():
-    code = "import sys; sys.modules['transformers'] = None; import dynaquant.integrations.transformers"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert found.returncode != 0
-    assert "pip install 'dynaquant[transformers]'" in found.stderr
+def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+    package = "dynaquant.integrations.transformers"
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'dynaquant[transformers]'")):
+        importlib.import_module(package)

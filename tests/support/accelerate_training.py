@@ -1,9 +1,7 @@
-"""A training with Accelerate that a test may kill. Its argument is a JSON dictionary for ``train``."""
+"""A training with Accelerate that a test may kill, for ``forked_trainings``."""
 
-import json
 import os
 import signal
-import sys
 import time
 import warnings
 from hashlib import blake2b
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from forked_trainings import say, serve
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -68,17 +67,14 @@ def prepared(accelerator: Accelerator) -> tuple[Any, Any, Any, Any]:
     return accelerator.prepare(model, optimizer, loader, scheduler)
 
 
-def say(word: str, value: Any) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(word, json.dumps(value), flush=True)
-
-
 def hash_of(model: nn.Module) -> str:
     return blake2b(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-def train(folder: str, loader: str = "seedable", kill_at: int = 0, pause: float = 0.0, **options: Any) -> None:
-    """Train to the end, from the last checkpoint if there is one. Prints every step, and what it ends with.
+def train(
+    folder: str, loader: str = "seedable", kill_at: int = 0, pause: float = 0.0, **options: Any
+) -> dict[str, Any]:
+    """Train to the end, from the last checkpoint if there is one. Prints every step. Returns what it ends with.
 
     kill_at: the step at which all ranks are killed. pause: seconds that each step takes longer. options: for
     ``attach``; without ``quality``, nothing is saved.
@@ -117,16 +113,17 @@ def train(folder: str, loader: str = "seedable", kill_at: int = 0, pause: float 
                 os.kill(os.getpid(), signal.SIGKILL)
             if saves and progress["step"] % SAVE_EVERY == 0:
                 accelerator.save_state()
-    say("result", {"weights": hash_of(model), "history": progress["history"], "steps": progress["step"]})
+    result = {"weights": hash_of(model), "history": progress["history"], "steps": progress["step"]}
     # PyTorch ends the threads of gloo while it holds the interpreter's lock if DDP is the last to hold the group, and
     # one of them may wait for that lock to forget the last reduction: so the group is destroyed last.
     model, optimizer, batches, scheduler = accelerator.free_memory(model, optimizer, batches, scheduler)
     del loss
     accelerator.end_training()
+    return result
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata
-    train(**json.loads(sys.argv[1]))
+    serve(train)

@@ -1,12 +1,5 @@
-"""A training with Lightning that a test may kill. Also a process that starts such trainings.
+"""A training with Lightning that a test may kill, for ``forked_trainings``."""
 
-The process forks one training for every line of input, as importing Lightning takes seconds. A line is a JSON
-dictionary of arguments for ``train``. With such a dictionary on the command line, it trains once, as one of several
-ranks.
-"""
-
-import json
-import os
 import random
 import sys
 import time
@@ -18,6 +11,7 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
+from forked_trainings import say, serve
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -144,10 +138,6 @@ def silence() -> None:
         warnings.filterwarnings("ignore", message)
 
 
-def say(word: str, value: Any) -> None:
-    print(word, json.dumps(value), flush=True)
-
-
 def train(folder: str, pause: float = 0.0, module: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """Train to the end, from the last checkpoint if there is one.
 
@@ -158,23 +148,9 @@ def train(folder: str, pause: float = 0.0, module: dict[str, Any] | None = None,
     return {"weights": hash_of(found), "steps": trainer.global_step, "epochs": trainer.current_epoch}
 
 
-def main() -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     silence()
-    if len(sys.argv) > 1:  # under a launcher of ranks
+    if len(sys.argv) > 1:  # as one of several ranks
         warnings.simplefilter("ignore")
-        result = train(**json.loads(sys.argv[1]))
-        if int(os.environ["RANK"]) == 0:
-            say("result", result)
-        return
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            say("started", os.getpid())
-            say("result", train(**json.loads(line)))
-            os._exit(0)
-        say("ended", os.waitpid(child, 0)[1])
-
-
-if __name__ == "__main__":
-    main()
+    serve(train)

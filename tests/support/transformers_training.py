@@ -1,19 +1,14 @@
-"""A training with Transformers' Trainer that a test may kill. Also a process that starts such trainings.
+"""A training with Transformers' Trainer that a test may kill, for ``forked_trainings``."""
 
-The process forks one training for every line of input, as importing Transformers takes seconds. A line is a JSON
-dictionary of arguments for ``train``. With arguments on the command line, it trains once, under a launcher of ranks.
-"""
-
-import json
 import os
 import signal
-import sys
 import time
 import warnings
 from hashlib import blake2b
 from typing import Any
 
 import torch
+from forked_trainings import say, serve
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import ExportableState
@@ -96,11 +91,6 @@ class Speaker(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def say(word: str, value: Any) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(word, json.dumps(value), flush=True)
-
-
 def hash_of(model: nn.Module) -> str:
     return blake2b(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
 
@@ -140,20 +130,7 @@ def train(
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)
-    if len(sys.argv) > 1:
-        say("result", train(**json.loads(sys.argv[1])))
-        return
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            say("started", os.getpid())
-            say("result", train(**json.loads(line)))
-            os._exit(0)
-        say("ended", os.waitpid(child, 0)[1])
-
-
-if __name__ == "__main__":
-    main()
+    serve(train)
