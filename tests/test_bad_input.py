@@ -1,20 +1,18 @@
 """Unusual weights and hostile states: they are restored exactly, or raise an error that names the problem."""
 
-import json
 import math
-import struct
 
 import pytest
 import torch
-import zstandard
 from crafted import entry, header, write
 from hypothesis import given
 from hypothesis import strategies as st
+from rewritten import rewrite
 from torch import Tensor, nn
 from training import bits
 
 import dynaquant as dq
-from dynaquant.store.container import FORMAT_VERSION
+from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run
 
 FIXED = dq.Configuration()
@@ -239,35 +237,8 @@ def test_weights_of_any_bit_pattern_are_restored_as_they_were_evaluated(
 # States that ``flatten`` never makes, in files with valid checksums
 
 
-BROKEN_TREES = [
-    {},
-    {"nonsense": 1},
-    {"tensor": "nowhere"},
-    {"tensor": []},
-    {"parameter": "integers", "requires_grad": True},
-    {"ndarray": "halves"},
-    {"device": "nonsense"},
-    {"device": 5},
-    {"dtype": "float31"},
-    {"scalar": ["O", "AAAAAAAAAAA="]},
-    {"scalar": ["float64", "AAA="]},
-    {"float": "x"},
-    {"complex": ["x", "y"]},
-    {"bytes": 5},
-    {"dict": 5},
-    {"dict": [[1]]},
-    {"dict": [[[], 1]]},
-    {"set": [[1]]},
-    {"size": ["a"]},
-    {"tuple": [1], "metadata": 5},
-]
-
-
-@pytest.mark.parametrize("tree", BROKEN_TREES, ids=str)
-def test_a_broken_tree_is_an_error_that_names_the_file(tmp_path, tree):
-    integers = entry("integers", dtype="int32")
-    halves = entry("halves", dtype="bfloat16", shape=[4])
-    path = write(tmp_path, header(integers, halves, tree={"dict": [["model", tree]]}), b"\0" * 16)
+def test_a_broken_tree_is_an_error_that_names_the_file(tmp_path):
+    path = write(tmp_path, header(entry(), tree={"dict": [["model", {"tensor": "nowhere"}]]}), b"\0" * 8)
     with pytest.raises(dq.DynaquantError, match=path.name):
         dq.load(tmp_path)
 
@@ -336,12 +307,8 @@ def test_a_valid_state_is_restored_even_if_its_record_is_malformed(tmp_path, str
     with dq.Checkpointer(tmp_path, module, **options) as ckpt:
         ckpt.save(1)
         path = Run(tmp_path).path(1)
-    content = path.read_bytes()
-    size, plain_size = struct.unpack("<QQ", content[-40:-24])
-    streams, stored = content[16 : -40 - size], content[-40 - size : -40]
-    plain = json.loads(stored if size == plain_size else zstandard.ZstdDecompressor().decompress(stored, plain_size))
-    for record in (plain["record"] | strange, strange):
-        write(tmp_path, {**plain, "record": record}, streams, version=FORMAT_VERSION)
+    for rest in (CheckpointFile(path).header.record, {}):
+        rewrite(path, lambda header, rest=rest: header.update(record=dict(rest) | strange))
         with dq.Checkpointer(tmp_path, module, **options) as ckpt:
             assert ckpt.restore(1) == 1
             assert ckpt.due(10**9)

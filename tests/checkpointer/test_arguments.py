@@ -73,16 +73,6 @@ def test_max_degradation_is_not_set_to_what_is_no_fraction(tmp_path, value, said
         assert ckpt.max_degradation == 0
 
 
-@pytest.mark.parametrize(("quality", "allowed"), [("high", 0.001), ("balanced", 0.01), ("small", 0.05)])
-def test_quality_sets_max_degradation_unless_it_is_given_and_it_can_be_changed(tmp_path, quality, allowed):
-    with dq.Checkpointer(tmp_path, *training_of(), quality=quality) as ckpt:
-        assert ckpt.max_degradation == allowed
-        ckpt.max_degradation = 0.02
-        assert ckpt.save(1).result().limit == 0.02
-    with dq.Checkpointer(tmp_path, *training_of(), quality=dq.Quality(quality, max_degradation=0.03)) as ckpt:
-        assert ckpt.max_degradation == 0.03
-
-
 def test_a_lossless_save_searches_for_nothing(tmp_path):
     model, optimizer = training_of()
     with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:

@@ -9,8 +9,6 @@ from torch import nn
 from training import bits, named_state, train
 
 import dynaquant as dq
-from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
-from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.saving.record import record_of
 from dynaquant.search.scores import MeasuredQuality
 from dynaquant.store.run import Run
@@ -144,28 +142,6 @@ def test_a_loss_of_zero_does_not_prevent_a_save(tmp_path, configuration):
         assert ckpt.records()[0].quality.degradation == float("inf")
 
 
-@pytest.mark.parametrize("method", ["grid", "published"])
-def test_candidates_on_which_evaluate_fails_are_not_good_enough(tmp_path, method, monkeypatch):
-    monkeypatch.setitem(PRESETS, "balanced", replace(BALANCED, step_limits=LOOSEST_LIMITS))  # grids with few levels
-    model, optimizer = training_of()
-
-    def evaluate(scored: nn.Module) -> float:
-        if len(scored[1].weight.unique()) < 10:
-            raise ArithmeticError("too few levels")
-        return 1.0
-
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method)) as ckpt:
-        train(model, optimizer)
-        record = ckpt.save(1).result()
-    failed = [trial for trial in record.trials if trial.error]
-    assert failed
-    assert all(trial.error == "ArithmeticError: too few levels" for trial in failed)
-    assert all(trial.degradation != trial.degradation for trial in failed)
-    assert set(record.notes) == {"evaluate failed on a candidate (ArithmeticError: too few levels)"}
-    assert record.configuration not in [trial.configuration for trial in failed]
-    assert len(dq.load(tmp_path)["model"]["1.weight"].unique()) >= 10
-
-
 def test_a_number_that_is_text_is_no_number(tmp_path):
     model, optimizer = training_of()
     said = r"evaluate returned '0\.123'; it must return one number, not text"
@@ -180,12 +156,3 @@ def test_a_number_that_is_text_is_no_number(tmp_path):
         pytest.raises(dq.EvaluateError, match=r"loss_fn of LossOn returned '1\.000'; it must return one number"),
     ):
         ckpt.save(1)
-
-
-@EVERY_WAY
-def test_a_metric_that_returns_no_number_is_an_error(tmp_path, way):
-    says = "ValueError: evaluate returned 'bad'; it must return one number"
-    with dq.Checkpointer(tmp_path, *training_of(), evaluate=lambda _: "bad", **way) as ckpt:
-        with pytest.raises(dq.EvaluateError, match=says):
-            ckpt.save(1)
-        assert list(tmp_path.glob("*.dqc")) == []

@@ -8,6 +8,8 @@ import pytest
 import torch
 from commands import call
 from launched import launch, launch_anew
+from sharded_training import model_of
+from training import bits
 
 import dynaquant as dq
 from dynaquant.engine.forms.form import stored_equal
@@ -32,11 +34,14 @@ def run(script, ranks, *arguments):
 
 
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
-def test_ranks_restore_what_other_ranks_have_saved(tmp_path, quality):
+def test_ranks_restore_what_other_ranks_have_saved_and_a_model_follows_them(tmp_path, quality):
     """Each restore is compared with what a process without ranks reads, in ``sharded_ranks.py``."""
-    for ranks, layout in ((2, "fsdp"), (4, "fsdp-tp"), (1, "plain"), (4, "hsdp"), (2, "tp")):
+    folder, model = tmp_path / "run", model_of("plain")
+    follower = dq.follow(folder, model, timeout=0)
+    for launches, (ranks, layout) in enumerate(((2, "fsdp"), (4, "fsdp-tp"), (1, "plain"), (4, "hsdp"), (2, "tp")), 1):
         run("sharded_ranks.py", ranks, tmp_path, 2, layout, quality)
-    folder = tmp_path / "run"
+        assert list(follower) == [2 * launches]
+        assert bits(dict(model.state_dict())) == bits(dict(dq.load(folder)["model"]))
     files = Run(folder).files()[0]
     parents = [file.header.parent and file.header.parent.step for file in files]
     assert parents == [None, *range(1, 10)]  # one chain through all layouts

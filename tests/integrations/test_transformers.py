@@ -808,23 +808,29 @@ class CollectingInARun(CheckpointMixin, Collecting):
     """The same with checkpoints in a run."""
 
 
-@pytest.mark.parametrize("metric", ["default", "loss", "own", "own batches"])
-def test_a_metric_leaves_no_trace_in_what_a_trainer_holds(tmp_path, metric):
-    alone = trainer_of(tmp_path / "a", Collecting, dynaquant=None)
+@pytest.fixture(scope="module")
+def collecting(tmp_path_factory) -> Collecting:
+    """A trained one without checkpoints."""
+    alone = trainer_of(tmp_path_factory.mktemp("collecting"), Collecting, dynaquant=None)
     alone.train()
+    return alone
+
+
+@pytest.mark.parametrize("metric", ["default", "loss", "own", "own batches"])
+def test_a_metric_leaves_no_trace_in_what_a_trainer_holds(tmp_path, collecting, metric):
     options = {"evaluate": "loss"} if metric == "loss" else {}
-    own = trainer_of(tmp_path / "b", CollectingInARun, dynaquant=options)
+    own = trainer_of(tmp_path, CollectingInARun, dynaquant=options)
     batches = [default_data_collator(sequences(4, first)) for first in (96, 100)]
     if metric == "own":
         options["evaluate"] = lambda _: own.evaluate()["eval_loss"]
     elif metric == "own batches":
         options["evaluate"] = dq.LossOn(batches, own.compute_loss)
     own.train()
-    assert own.collected() == alone.collected()
-    assert torch.rand((), generator=own.drawn) == torch.rand((), generator=alone.drawn)
-    assert history_of(own) == history_of(alone)
-    assert hash_of(own.model) == hash_of(alone.model)
-    assert {record.judged_by for record in records_of(tmp_path / "b")} == {"evaluate"}
+    assert own.collected() == collecting.collected()
+    assert torch.equal(own.drawn.get_state(), collecting.drawn.get_state())
+    assert history_of(own) == history_of(collecting)
+    assert hash_of(own.model) == hash_of(collecting.model)
+    assert {record.judged_by for record in records_of(tmp_path)} == {"evaluate"}
 
 
 def test_the_metric_may_be_a_number_of_the_evaluation(tmp_path):

@@ -186,16 +186,9 @@ def test_a_metric_that_fails_on_the_original_is_an_error_and_nothing_is_written(
     for wrong in (lambda _: 1 / 0, lambda _: "text", lambda _: torch.ones(3)):
         with pytest.raises(dq.EvaluateError, match="metric failed on the original weights"):
             compress(tmp_path / "state.pt", tmp_path / "state.dqc", Packer(metric=wrong))
-    with pytest.raises(dq.EvaluateError, match="it must be finite"):
-        compress(tmp_path / "state.pt", tmp_path / "state.dqc", Packer(metric=lambda _: float("nan")))
-    assert os.listdir(tmp_path) == ["state.pt"]
-
-
-@pytest.mark.parametrize("score", [float("nan"), float("inf")])
-def test_a_metric_that_is_not_finite_is_an_error_and_nothing_is_written(tmp_path, score):
-    torch.save(tensors_of(), tmp_path / "state.pt")
-    with pytest.raises(dq.EvaluateError, match="it must be finite"):
-        compress(tmp_path / "state.pt", tmp_path / "state.dqc", Packer(metric=lambda _: score))
+    for score in (float("nan"), float("inf")):
+        with pytest.raises(dq.EvaluateError, match="it must be finite"):
+            compress(tmp_path / "state.pt", tmp_path / "state.dqc", Packer(metric=lambda _, score=score: score))
     assert os.listdir(tmp_path) == ["state.pt"]
 
 

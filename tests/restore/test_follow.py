@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import launch
-from sharded_training import model_of as sharded_model_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -441,18 +439,6 @@ def test_an_unreadable_newest_file_does_not_take_the_model_back(trained):
 
 
 # Real writers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quality", ["lossless", "balanced"])
-def test_a_run_of_many_ranks_is_followed_through_a_change_of_layout(tmp_path, quality):
-    model = sharded_model_of("plain")
-    follower = dq.follow(tmp_path / "run", model, timeout=0)
-    for ranks, layout, step in ((2, "fsdp", 2), (4, "fsdp-tp", 4), (1, "plain", 6), (2, "tp", 8)):
-        status, output = launch(SUPPORT / "sharded_ranks.py", ranks, 150, tmp_path, 2, layout, quality)
-        assert status == 0, output
-        assert list(follower) == [step]
-        assert weights(model) == stored(tmp_path / "run")
 
 
 def said(trainer: subprocess.Popen, word: str) -> int:

@@ -99,19 +99,21 @@ def test_the_configuration_decides_the_method(method, configuration, chosen):
     assert Quality(method=method, configuration=configuration).chosen_method == chosen
 
 
-@pytest.mark.parametrize("quality", PRESETS)
-def test_quality_sets_max_degradation_unless_it_is_given(quality, tmp_path):
-    preset = PRESETS[quality]
+@pytest.mark.parametrize(("quality", "allowed"), [("high", 0.001), ("balanced", 0.01), ("small", 0.05)])
+def test_quality_sets_max_degradation_unless_it_is_given_and_it_can_be_changed(quality, allowed, tmp_path):
     with Checkpointer(tmp_path, *objects(), quality=quality) as checkpointer:
-        assert checkpointer.max_degradation == (preset.max_degradation if preset else 0.0)
-        if preset is None:
-            with pytest.raises(ValueError, match="lossless"):
-                checkpointer.max_degradation = 0.01
-    if preset is not None:
-        with Checkpointer(tmp_path, *objects(), quality=Quality(quality, max_degradation=0.02)) as checkpointer:
-            assert checkpointer.max_degradation == 0.02
-            checkpointer.max_degradation = 0.03
-            assert checkpointer.max_degradation == 0.03
+        assert checkpointer.max_degradation == allowed
+    with Checkpointer(tmp_path, *objects(), quality=Quality(quality, max_degradation=0.02)) as checkpointer:
+        assert checkpointer.max_degradation == 0.02
+        checkpointer.max_degradation = 0.03
+        assert checkpointer.save(1).result().limit == 0.03
+
+
+def test_lossless_allows_no_degradation(tmp_path):
+    with Checkpointer(tmp_path, *objects(), quality="lossless") as checkpointer:
+        assert checkpointer.max_degradation == 0
+        with pytest.raises(ValueError, match="lossless"):
+            checkpointer.max_degradation = 0.01
 
 
 def test_presets_are_ordered_by_the_quality_they_lose():

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 import torch
-from ordinary_trainings import OPTIMIZERS, TRAININGS, loss_on, steps
+from ordinary_trainings import OPTIMIZERS, TRAININGS, loss_on, small_mlp, steps
 
 import dynaquant as dq
 
@@ -32,10 +32,8 @@ def spent_by(folder, training_of, optimizer_of, before: int) -> list[int]:
     return spent
 
 
-@OPTIMIZERS
-@TRAININGS
-def test_a_record_says_what_its_save_has_spent(tmp_path, training_of, optimizer_of):
-    assert max(spent_by(tmp_path, training_of, optimizer_of, 20)) <= 10
+def test_a_record_says_what_its_save_has_spent(tmp_path):
+    spent_by(tmp_path, small_mlp, torch.optim.AdamW, 20)
 
 
 @pytest.mark.slow
@@ -48,6 +46,7 @@ def test_a_first_save_takes_six_evaluations_at_the_median_and_later_ones_three(t
         for number, optimizer_of in enumerate(optimizers)
         for before in (20, 120)
     ]
+    assert max(map(max, spent[::2])) <= 10  # after 20 steps
     # At a constant rate the budget allows little, and predictions of the first scale are far off.
     assert statistics.median(first for first, *_ in spent) <= 6
     assert statistics.median(each for _, *later in spent for each in later) <= 3

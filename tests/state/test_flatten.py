@@ -507,7 +507,7 @@ def test_an_integer_that_is_too_large_is_an_error_that_names_its_path():
         *({"float": "one"}, {"float": []}, {"float": 10**400}, {"complex": ["a", "b"]}, {"complex": [1, 2, 3]}),
         *({"bytes": 5}, {"bytes": "A"}, {"bytes": "é"}, {"size": ["a"]}, {"size": [None]}, {"dtype": "float3"}),
         *({"scalar": "a"}, {"scalar": ["float32", ""]}, {"scalar": ["O", "AAAAAAAAAAA="]}, {"scalar": ["x", "AA=="]}),
-        *({"device": "toaster"}, {"device": "cpu:-1"}, {"device": []}),
+        *({"device": "toaster"}, {"device": "cpu:-1"}, {"device": []}, {"device": 5}),
         *({"tuple": [], "metadata": 1}, {"dict": [], "metadata": 1}, {"ndarray": "half"}, {"ndarray": "missing"}),
         *({"parameter": "x", "requires_grad": True}, {"tensor": "x", "requires_grad": True}),
         [{"dict": [["a", {"tuple": [{"tensor": "missing"}]}]]}],

@@ -14,7 +14,7 @@ from faults import checkpoint_of as with_copy
 
 import dynaquant as dq
 from dynaquant.errors import CheckpointError
-from dynaquant.store import flock, writer_lock
+from dynaquant.store import writer_lock
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
@@ -232,14 +232,6 @@ def test_a_forked_child_that_leaves_the_block_does_not_release_the_lock(run):
     assert (run.folder / writer_lock.LOCK_FILE).exists()
     held.__exit__(None, None, None)
     assert not (run.folder / writer_lock.LOCK_FILE).exists()
-
-
-def test_without_fcntl_a_run_can_be_read_but_not_written(run, monkeypatch):
-    series(run, [1])
-    monkeypatch.setattr(flock, "AVAILABLE", False)
-    assert run.load(run.file(1))
-    with pytest.raises(CheckpointError, match="runs can be written on Linux and macOS only"), run.locked():
-        pass
 
 
 def test_files_of_another_writer_in_the_new_folder_are_left_alone(run, monkeypatch):

@@ -230,17 +230,12 @@ def test_a_reference_to_another_tensor_is_refused(run):
         run.load(run.file(2))
 
 
-def test_a_renamed_file_is_detected(run):
+def test_a_renamed_file_is_detected_and_not_read_as_the_step_in_its_name(run):
     series(run, [1])
     run.path(1).rename(run.path(7))
     summaries, broken = run.summaries()
     assert summaries == []
     assert [str(error) for error in broken] == [f"{run.path(7)}: holds step 1; was it renamed?"]
-
-
-def test_a_renamed_file_is_not_read_as_the_step_in_its_name(run):
-    series(run, [1])
-    run.path(1).rename(run.path(7))
     with pytest.raises(CheckpointError, match=r"holds step 1; was it renamed\?"):
         run.file(7)
 
@@ -334,17 +329,6 @@ def test_a_forked_worker_does_not_keep_the_run_of_a_killed_training_locked(run):
         os.kill(worker, 9)
         os.close(reader)
         os.close(out)
-
-
-def test_a_new_writer_deletes_the_temporary_files_of_a_killed_one(run):
-    made = series(run, [1])
-    strays = [run.folder / f"step-00000000000{n}.dqc.tmp" for n in (1, 2)]
-    for stray in strays:
-        stray.write_bytes(b"half a checkpoint")
-    assert [s.step for s in run.summaries()[0]] == [1]
-    with run.locked():
-        assert not any(stray.exists() for stray in strays)
-    assert_holds(run, made[0])
 
 
 def test_a_reader_ignores_a_file_that_is_being_written(run):
