@@ -1,6 +1,7 @@
 """The native coder of levels conditioned on a parent, and the native grid: exact, near the entropy, safe decoders."""
 
 from contextlib import contextmanager
+from itertools import product
 
 import numpy as np
 import pytest
@@ -96,13 +97,17 @@ def test_any_levels_survive_a_round_trip_with_any_parent_and_tables(size, symbol
     assert stream == encoded(levels, parent, symbol_of, context_of, contexts)
 
 
-WIDE_SIZES = (BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 13, 6 * BLOCK + 17, WIDE + 1, 2 * WIDE - 1, 3 * WIDE + 33)
-"""With 8, 8, 16, 32, 32, 32 and 32 states, and one to three blocks."""
+WIDE_SIZES = (BLOCK + 1, 3 * BLOCK + 13, 6 * BLOCK + 17)
+"""With 8, 16 and 32 states."""
+WIDER_SIZES = (3 * BLOCK, WIDE + 1, 2 * WIDE - 1, 3 * WIDE + 33)
+"""With 8, 32, 32 and 32 states, and one to three blocks."""
+COUNTS = ((3, 3), (8, 16), (8, 17), (40, 64), (40, 65), (200, 256))
 
 
-@pytest.mark.parametrize("counts", [(3, 3), (8, 16), (8, 17), (40, 64), (40, 65), (200, 256)])
+@pytest.mark.parametrize(
+    ("size", "counts"), [*product(WIDE_SIZES, COUNTS), *product(WIDER_SIZES, [(8, 16), (40, 65)])], ids=str
+)
 @pytest.mark.parametrize("kinds", [("skewed", "none"), ("two", "none"), ("random", "random"), ("skewed", "skewed")])
-@pytest.mark.parametrize("size", WIDE_SIZES)
 def test_all_instructions_give_the_same_bytes_and_levels(size, kinds, counts):
     symbols, sources = counts  # up to 16 parent levels, or with AVX-512 up to 64, are looked up in registers
     random = np.random.default_rng(size)
