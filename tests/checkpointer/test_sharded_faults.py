@@ -4,13 +4,11 @@ The scenarios are in ``support/sharded_faults.py``. After each, the training goe
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launched import launch
 from typer.testing import CliRunner
 
 from dynaquant.cli import app
@@ -26,11 +24,9 @@ ADVICE = "The run keeps its last commit: start the training again, and restore()
 
 def launches_of(folder, scenarios):
     """Return by scenario what was reported of each launch."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, SCRIPT, folder, *scenarios]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    status, output = launch(SCRIPT, 1, TIMEOUT, folder, *scenarios)
+    assert status == 0, output
+    found = json.loads(output.splitlines()[-1])
     for number, name in enumerate(scenarios):
         assert not any(launch["late"] for launch in found[name]), name
         verified = CliRunner().invoke(app, ["verify", str(folder / f"run-{number}")])

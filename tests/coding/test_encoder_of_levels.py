@@ -1,9 +1,6 @@
 """Streams of quantized tensors, conditioned on any parent."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -20,8 +17,6 @@ from dynaquant.engine.forms.schemes import Rearranged
 from dynaquant.engine.forms.stored import encode, values_of
 from dynaquant.engine.tensors.codebook import PROTECTED, Centres
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 CODERS: list[Coder] = ["conditional", "rearranged"]
 
@@ -61,12 +56,13 @@ def test_a_quantized_tensor_survives_a_round_trip(dtype, shape, coder):
 @pytest.mark.parametrize("coder", CODERS)
 def test_an_empty_tensor_survives_a_round_trip(coder):
     """Runs in a process of its own, because an earlier version crashed it."""
-    statements = "q = quantized_of((0, 3), 16)", f"assert_same(round_trip(q, None, {coder!r}), q)"
-    script = "; ".join([f"from {Path(__file__).stem} import *", *statements])
-    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=Path(__file__).parent, env={**os.environ, "PYTHONPATH": path}, check=False)
-    assert done.returncode == 0
+    wanted = quantized_of((0, 3), 16)
+    fork = multiprocessing.get_context("fork").Process(
+        target=lambda: assert_same(round_trip(wanted, None, coder), wanted)
+    )
+    fork.start()
+    fork.join()
+    assert fork.exitcode == 0
 
 
 @given(

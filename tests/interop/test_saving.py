@@ -1,17 +1,17 @@
 """``save``: any state to one file or file object, alone or conditioned on an earlier file."""
 
 import io
+import itertools
+import multiprocessing
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
+from commands import call
 from format_decoder import decode_single
 from full_disk import files_of_at_most
 from pieces import in_pieces
@@ -175,9 +175,7 @@ def test_the_metric_decides_and_was_measured_on_what_load_returns(tmp_path):
 def test_decompress_makes_a_file_of_torch_save(tmp_path):
     state = state_of(*trained(), epoch=3)
     dq.save(state, tmp_path / "s.dqc", quality="lossless")
-    subprocess.run(
-        [sys.executable, "-m", "dynaquant.cli", "decompress", tmp_path / "s.dqc", "-o", tmp_path / "s.pt"], check=True
-    )
+    call("decompress", tmp_path / "s.dqc", "-o", tmp_path / "s.pt")
     assert bits(torch.load(tmp_path / "s.pt", weights_only=True)) == bits(state)
 
 
@@ -459,24 +457,24 @@ def test_a_full_disk_leaves_the_file_before_and_nothing_else(tmp_path):
     assert os.listdir(tmp_path) == ["s.dqc"]
 
 
-SAVING = """
-import sys, torch, dynaquant as dq
-number = 0
-while True:
-    number += 1
-    dq.save({"w": torch.full((1 << 18,), float(number)), "number": number}, sys.argv[1], quality="lossless")
-    print(number, flush=True)
-"""
+def saving(path, said) -> None:
+    """Save one state after another. said: a connection that gets the number of each."""
+    for number in itertools.count(1):
+        dq.save({"w": torch.full((1 << 18,), float(number)), "number": number}, path, quality="lossless")
+        said.send(number)
 
 
 def test_a_killed_save_leaves_a_whole_file(tmp_path):
-    path = tmp_path / "s.dqc"
+    path, fork = tmp_path / "s.dqc", multiprocessing.get_context("fork")
     for pause in (0.0, 0.003, 0.006, 0.009, 0.012):
-        with subprocess.Popen([sys.executable, "-c", SAVING, path], stdout=subprocess.PIPE, text=True) as process:
-            for _ in range(3):
-                said = int(process.stdout.readline())
-            time.sleep(pause)
-            process.send_signal(signal.SIGKILL)
+        reader, writer = fork.Pipe(duplex=False)
+        process = fork.Process(target=saving, args=(path, writer))
+        process.start()
+        writer.close()
+        said = [reader.recv() for _ in range(3)][-1]
+        time.sleep(pause)
+        process.kill()
+        process.join()
         found = dq.load(path)
         assert found["number"] >= said
         assert bool((found["w"] == found["number"]).all())

@@ -17,6 +17,7 @@ from dynaquant.store.run import Run
 SCRIPT = """
 import multiprocessing, os, sys, time
 import torch
+import torch._dynamo  # a Checkpointer imports it, and each fork would
 import dynaquant as dq
 
 model = torch.nn.Linear(4, 4)

@@ -1,13 +1,11 @@
 """A wrapped training saves the same checkpoint as the bare one, and each restores the other's."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launched import launch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -200,11 +198,8 @@ def plainly(seed):
 
 @pytest.mark.slow
 def test_two_ranks_save_and_restore_trainings_with_different_wrappers(tmp_path):
-    script = SUPPORT / "wrapped_replicas.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, tmp_path]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, output = launch(SUPPORT / "wrapped_replicas.py", 2, 150, tmp_path)
+    assert status == 0, output
     for rank in (0, 1):
         report = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         said = report.pop("other shapes")

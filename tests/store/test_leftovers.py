@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from commands import call
 from safetensors.torch import save_file
 
 from dynaquant.interop.packing import Packer, compress
@@ -35,7 +36,7 @@ def test_repeating_a_killed_command_deletes_its_temporary_files(tmp_path, to):
         compress(model, small, Packer("lossless"))
         command = ["decompress", small, "-o", out, "--to", to]
     killed(out.parent, *command)
-    subprocess.run([sys.executable, "-m", "dynaquant.cli", *map(str, command)], check=True, capture_output=True)
+    call(*command)
     assert os.listdir(out.parent) == ["new"]
 
 

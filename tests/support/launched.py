@@ -22,7 +22,7 @@ def launcher(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
     """Start a launcher whose ranks have imported these modules. It ends with this process."""
     process = subprocess.Popen(
         [sys.executable, LAUNCHER, *modules],
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
