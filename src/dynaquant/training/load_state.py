@@ -106,13 +106,15 @@ def _updated(own: Any, stored: Any) -> Any:
 
 def _update(own: Any, stored: Any) -> None:
     if isinstance(own, dict):
-        items = {key: _updated(own.get(key), value) for key, value in stored.items()}
-        own.clear()
-        own.update(items)
+        refill(own, {key: _updated(own.get(key), value) for key, value in stored.items()})
     else:
-        values = [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)]
-        own.clear()
-        own.extend(values)
+        refill(own, [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)])
+
+
+def refill(container: Any, content: Any) -> None:
+    """Replace the content of a dictionary, set, list or deque, in place."""
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from dynaquant.ranks.dtensors import reshard
 from dynaquant.training import rng
+from dynaquant.training.load_state import refill
 from dynaquant.training.objects import generator_states, set_generator_states
 
 
@@ -69,8 +70,7 @@ class _Attributes:
             del own[name]
         own.update(self._values)
         for value, content in self._content:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+            refill(value, content)
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
