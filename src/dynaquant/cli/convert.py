@@ -212,9 +212,7 @@ def export(
 
     to = to or model_target(out)
     must_not_exist(out, force)
-    stored = open_stored(folder, step)
-    _must_not_be_read(stored, out)
-    _export(stored, to, out, as_json)
+    _export(open_stored(folder, step), to, out, as_json)
 
 
 def unpack(
@@ -271,6 +269,7 @@ def _export(stored: StoredCheckpoint, to: Target, out: Path, as_json: bool) -> N
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.store.run import is_of_run
 
+    _must_not_be_read(stored, out)
     with output.status_line() as tell:
         notes = export_checkpoint(stored, to, out, tell)
     step, size = stored.file.header.step, output.size_of(out)
