@@ -300,6 +300,17 @@ def test_a_file_is_never_written_over_itself(model, tmp_path, monkeypatch, capsy
     assert small.read_bytes() == before
 
 
+def test_unpack_never_writes_over_the_checkpoint_that_it_reads(model, tmp_path, monkeypatch, capsys):
+    source = tmp_path / "ckpt-100.safetensors"
+    source.write_bytes(model.read_bytes())
+    call("pack", source, "-o", tmp_path / "run")
+    checkpoint = Run(tmp_path / "run").path(100)
+    before = checkpoint.read_bytes()
+    where = ("-o", checkpoint, "--step", "100", "--to", "safetensors", "--force")
+    failed(monkeypatch, capsys, "is a file that this reads", "unpack", tmp_path / "run", *where)
+    assert checkpoint.read_bytes() == before
+
+
 def test_a_folder_may_be_given_as_the_working_directory(model, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.safetensors").write_bytes(model.read_bytes())

@@ -5,7 +5,7 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.training.collect import parameter_names
-from dynaquant.training.epsilons import epsilons_of
+from dynaquant.training.optimizers import epsilons_of
 
 
 def test_every_parameter_has_the_epsilon_of_its_group_if_that_is_a_number():

@@ -5,8 +5,8 @@ In reading order:
 - ``arguments.py``: arguments that several commands take, and opening the runs and files that they name
 - ``output.py``: printing text, tables, JSON and progress
 - ``convert.py``: files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``, ``export``
-- ``inspect.py``: looking into a run: ``log``, ``show``, ``diff``, ``verify``, ``du``; ``report.py``: ``report``;
-  ``watch.py``: ``watch``
+- ``inspect.py``: looking into a run: ``log``, ``show``, ``diff``, ``verify``, ``du``, ``report``
+- ``watch.py``: ``watch``
 - ``maintain.py``: changing a run: ``tag``, ``branch``, ``compact``, ``prune``
 - ``demo.py``: ``demo``
 """
@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from dynaquant.cli import convert, demo, inspect, maintain, output, report, watch
+from dynaquant.cli import convert, demo, inspect, maintain, output, watch
 from dynaquant.errors import DynaquantError
 
 
@@ -62,7 +62,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
         inspect.show: "show runs/gpt 4000",
         inspect.diff: "diff runs/gpt 3000 4000",
         inspect.du: "du runs/gpt",
-        report.report: "report runs/gpt -o report.html",
+        inspect.report: "report runs/gpt -o report.html",
         inspect.verify: "verify runs/gpt",
         convert.export: "export runs/gpt 4000 -o model.safetensors",
         maintain.tag: "tag runs/gpt best 4000",

@@ -208,16 +208,11 @@ def export(
     resume_from_checkpoint and from_pretrained), accelerate (a folder for load_state) or lightning (a file for
     ckpt_path), each for a run of that framework. Notes say what the output leaves out.
     """
-    from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import model_target
 
     to = to or model_target(out)
     must_not_exist(out, force)
-    stored = open_stored(folder, step)
-    _must_not_be_read(stored, out)
-    with output.status_line() as tell:
-        notes = export_checkpoint(stored, to, out, tell)
-    _say_written(stored, out, notes, as_json)
+    _export(open_stored(folder, step), to, out, as_json)
 
 
 def unpack(
@@ -242,9 +237,7 @@ def unpack(
     if step is not None:
         must_not_exist(out, force)
         stored = open_stored(folder, step)
-        with output.status_line() as tell:
-            left_out = export_checkpoint(stored, to or target_for(stored, out), out, tell)
-        _say_written(stored, out, left_out, as_json)
+        _export(stored, to or target_for(stored, out), out, as_json)
         return
     out.mkdir(parents=True, exist_ok=True)
     paths = {each.summary.step: out / _name_of(each.record, each.summary.step, to) for each in listing}
@@ -271,9 +264,14 @@ def _must_not_be_read(stored: StoredCheckpoint, out: Path) -> None:
         raise CheckpointError(f"{out} is a file that this reads; give another name")
 
 
-def _say_written(stored: StoredCheckpoint, out: Path, notes: list[str], as_json: bool) -> None:
+def _export(stored: StoredCheckpoint, to: Target, out: Path, as_json: bool) -> None:
+    """Write a checkpoint in a format, and print what was written."""
+    from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.store.run import is_of_run
 
+    _must_not_be_read(stored, out)
+    with output.status_line() as tell:
+        notes = export_checkpoint(stored, to, out, tell)
     step, size = stored.file.header.step, output.size_of(out)
     text = f"{out}: {f'step {step}, ' if is_of_run(stored.file) else ''}{in_bytes(size)}"
     output.print_result(as_json, text, out=str(out), step=step, bytes=size, notes=notes)

@@ -1,8 +1,8 @@
-"""Commands that look into a run or a checkpoint: ``log``, ``show``, ``diff``, ``verify``, ``du``."""
+"""Commands that look into a run or a checkpoint: ``log``, ``show``, ``diff``, ``verify``, ``du``, ``report``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynaquant.cli import output
-from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, checkpoint, open_run, run_of
+from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, checkpoint, must_not_exist, open_run, run_of
 from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
@@ -97,29 +97,10 @@ def show(
     if as_json:
         output.print_json({**record.to_json(), "tensors": [info.to_json() for info in tensors]})
         return
-    output.print_(f"{file.path}")
+    output.print_(str(file.path))
     output.print_facts([*_place(file), *_facts(record)])
-    for title, key in (("By role", lambda info: info.role), ("Weights by layer type", _layer_type_of_weight)):
-        groups: dict[str, list[TensorInfo]] = {}
-        for info in tensors:
-            if (group := key(info)) is not None:
-                groups.setdefault(group, []).append(info)
-        table = output.Table(
-            *(title, "tensors", "values", "raw", "stored", "ratio", "bits per value"), optional=("values", "tensors")
-        )
-        for group, members in groups.items():
-            size, elements = sum((info.size for info in members), Size()), sum(info.elements for info in members)
-            bits = f"{8 * size.stored / elements:.3f}" if elements else "–"
-            cells = [
-                str(len(members)),
-                f"{elements:,}",
-                in_bytes(size.raw),
-                in_bytes(size.stored),
-                _ratio(size),
-            ]
-            table.add(group, *cells, bits)
-        if groups:
-            output.print_(table)
+    _print_sizes("By role", ((info.role, info) for info in tensors))
+    _print_sizes("Weights by layer type", ((info.layer_type, info) for info in tensors if info.role == "weight"))
     table = output.Table(
         *("Tensor", "dtype", "shape", "coded as", "bins", "stored", "ratio", "bits per value"),
         optional=("bins", "dtype", "coded as", "ratio", "bits per value"),
@@ -139,8 +120,23 @@ def show(
     output.print_(table)
 
 
-def _layer_type_of_weight(info: TensorInfo) -> str | None:
-    return info.layer_type if info.role == "weight" else None
+def _print_sizes(title: str, grouped: Iterable[tuple[str, TensorInfo]]) -> None:
+    """Print a table of groups of tensors, given by the name of the group."""
+    from dynaquant.saving.record import Size
+
+    groups: dict[str, list[TensorInfo]] = {}
+    for group, info in grouped:
+        groups.setdefault(group, []).append(info)
+    table = output.Table(
+        *(title, "tensors", "values", "raw", "stored", "ratio", "bits per value"), optional=("values", "tensors")
+    )
+    for group, members in groups.items():
+        size, elements = sum((info.size for info in members), Size()), sum(info.elements for info in members)
+        bits = f"{8 * size.stored / elements:.3f}" if elements else "–"
+        sizes = in_bytes(size.raw), in_bytes(size.stored), _ratio(size), bits
+        table.add(group, str(len(members)), f"{elements:,}", *sizes)
+    if groups:
+        output.print_(table)
 
 
 def _place(file: CheckpointFile) -> Iterator[tuple[str, str]]:
@@ -324,6 +320,26 @@ def du(folder: RunFolder, as_json: AsJson = False) -> None:
         ratio = _ratio(part.size) if part.size.raw else "–"
         table.add(part.what, count, in_bytes(part.size.stored), raw, ratio)
     output.print_(table)
+
+
+def report(
+    folder: RunFolder,
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the report of a run: size, degradation, configuration, bits of every tensor, and time.
+
+    The report is one HTML file that any browser shows offline.
+    """
+    from dynaquant.report.page import write_report
+
+    must_not_exist(out, force)
+    run, _ = open_run(folder)
+    statistics = write_report(run, out, lambda files: output.with_progress(files, "reading headers", len(files)))
+    count, size = len(statistics.rows), output.size_of(out)
+    text = f"{out}: {plural(count, 'checkpoint')}, {in_bytes(size)}"
+    output.print_result(as_json, text, out=str(out), checkpoints=count, bytes=size)
 
 
 def _shape(info: TensorInfo) -> str:

@@ -151,7 +151,7 @@ def _kept(run: Run, steps: list[int], retention: Retention, damaged: set[int]) -
     from dynaquant.store.tags import tags_of
 
     summaries, known = run.summaries()[0], tags_of(run)
-    tags = {s.step: [t.name for t in known if (t.step, t.identity) == (s.step, s.identity)] for s in summaries}
+    tags = {summary.step: [tag.name for tag in known if tag.refers_to(summary)] for summary in summaries}
     usable = [summary.step for summary in summaries if summary.step not in damaged]
     newest = usable[-(retention.keep.last or 1) :]
 

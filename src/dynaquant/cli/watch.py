@@ -18,7 +18,6 @@ from dynaquant.formatting import NONE, duration, in_bytes, in_seconds, percent, 
 
 if TYPE_CHECKING:
     from dynaquant.report.watched import Seen, WatchedRun
-    from dynaquant.saving.record import Record
 
 _EVERY = 1.0
 """Seconds between two looks at the folder."""
@@ -45,7 +44,8 @@ def watch(
         if as_json:
             output.print_json([seen.to_json() for seen in watched.look()[0]])
         else:
-            _print(shown_of(watched, folder, _ROWS, time.time()))
+            for part in shown_of(watched, folder, _ROWS, time.time()):
+                output.print_(part)
         return
     if not sys.stdout.isatty():
         raise DynaquantError("watch needs a terminal, and the output is a pipe or a file: give --once")
@@ -57,11 +57,6 @@ def watch(
             rows = max(1, console.height - _OTHER_LINES)
             live.update(Group(*shown_of(watched, folder, rows, time.time())), refresh=True)
             time.sleep(_EVERY)
-
-
-def _print(parts: list[Any]) -> None:
-    for part in parts:
-        output.print_(part)
 
 
 def shown_of(watched: WatchedRun, folder: Path, rows: int, now: float) -> list[Any]:
@@ -87,21 +82,18 @@ def _table(seen: list[Seen], now: float) -> output.Table:
     )
     for each in seen:
         record = each.record
+        unmeasured = "exact" if record.configuration is None else NONE
         table.add(
             str(record.step),
             duration(now - each.committed),
             "keyframe" if record.parent is None else f"delta of {record.parent}",
             in_bytes(record.total.stored),
             times(record.ratio, 1),
-            _not_measured(record) if record.degradation is None else percent(record.degradation, sign=True),
+            unmeasured if record.degradation is None else percent(record.degradation, sign=True),
             in_seconds(sum(record.seconds.values())),
             ", ".join(each.tags),
         )
     return table
-
-
-def _not_measured(record: Record) -> str:
-    return "exact" if record.configuration is None else NONE
 
 
 def _problems(broken: list[CheckpointError]) -> list[str]:

@@ -99,26 +99,7 @@ def run_demo(out: Path, plan: DemoPlan, max_degradation: float | None, seed: int
     with Progress(
         TextColumn("{task.description:48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
-        return asyncio.run(_run_and_tell(out, plan, max_degradation, seed, progress))
-
-
-async def _run_and_tell(
-    out: Path, plan: DemoPlan, max_degradation: float | None, seed: int, progress: Progress
-) -> list[Result]:
-    """Do what ``_run_all`` does. Without a terminal for its bars, print a line every ten seconds."""
-
-    async def tell() -> None:
-        while not progress.console.is_terminal:
-            await asyncio.sleep(TOLD_EVERY)
-            running = [task for task in progress.tasks if task.started and not task.finished]
-            done = ", ".join(f"{task.description} {task.completed:.0f}/{task.total:.0f}" for task in running)
-            progress.console.print(f"training: {done}" if done else "finishing", soft_wrap=True)
-
-    telling = asyncio.create_task(tell())
-    try:
-        return await _run_all(out, plan, max_degradation, seed, progress)
-    finally:
-        telling.cancel()
+        return asyncio.run(_run_all(out, plan, max_degradation, seed, progress))
 
 
 async def _run_all(
@@ -150,12 +131,25 @@ async def _run_all(
             file.unlink()
     # The trainings with crashes come first in the queue, because they take longest.
     waiting = [training(name, folder) for name, folder in folders.items()] + [training(name, None) for name in folders]
-    outcomes = await asyncio.gather(*waiting)
+    telling = asyncio.create_task(_tell(progress))
+    try:
+        outcomes = await asyncio.gather(*waiting)
+    finally:
+        telling.cancel()
     pairs = zip(outcomes[: len(folders)], outcomes[len(folders) :], strict=True)
     return [
         Result(name, METRICS[name], plan.steps[name], undisturbed, crashed, _records(folders[name]))
         for name, (crashed, undisturbed) in zip(folders, pairs, strict=True)
     ]
+
+
+async def _tell(progress: Progress) -> None:
+    """Print a line about the progress every ten seconds if there is no terminal for its bars."""
+    while not progress.console.is_terminal:
+        await asyncio.sleep(TOLD_EVERY)
+        running = [task for task in progress.tasks if task.started and not task.finished]
+        done = ", ".join(f"{task.description} {task.completed:.0f}/{task.total:.0f}" for task in running)
+        progress.console.print(f"training: {done}" if done else "finishing", soft_wrap=True)
 
 
 def _records(folder: Path) -> list[Record]:

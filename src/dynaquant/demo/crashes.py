@@ -67,10 +67,6 @@ class _Crash:
     kind: str
     chance: random.Random
 
-    async def wait(self) -> None:
-        """Wait until the moment of the crash."""
-        await asyncio.sleep(self.chance.uniform(0, 0.25))  # about as long as a save takes
-
 
 async def _run_once(
     arguments: list[str],
@@ -121,7 +117,7 @@ async def _follow(
         elif kind == "end":
             outcome.quality, how = event["quality"], "ended"
         if crash is not None and kind == crash.kind and step >= crash.step:
-            await crash.wait()
+            await asyncio.sleep(crash.chance.uniform(0, 0.25))  # about as long as a save takes
             if process.returncode is None:
                 process.kill()
             outcome.crashes.append(step)

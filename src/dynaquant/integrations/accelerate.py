@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class _Attached:
     def _extras(self) -> dict[str, Any]:
         accelerator = self._accelerator
         scaler = {} if accelerator.scaler is None else {"scaler": accelerator.scaler}
-        loaders = [loader for loader in accelerator._dataloaders if _is_stateful(loader)]
+        loaders = [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]
         return {
             "accelerator": self._counted,
             **scaler,
@@ -166,16 +167,13 @@ class _Attached:
                 hook(accelerator._models, weights, os.fspath(folder))
 
     def _delete_pointers(self, checkpoints: Path, deleted: Collection[tuple[int, str]]) -> None:
-        """Delete automatically named folders that stand for deleted checkpoints, given by step and identity.
-
-        Files of others stay, and then their folder.
-        """
+        """Delete automatically named folders that stand for deleted checkpoints, given by step and identity."""
         for folder in _numbered_folders(checkpoints, POINTER_FILE) if deleted else []:
             with suppress(CheckpointError, OSError):  # a damaged pointer, or a folder that is not empty
                 pointer = _pointer_in(folder)
                 if (pointer.step, pointer.identity) in deleted and self._is_of_run(pointer):
                     (folder / POINTER_FILE).unlink()
-                    folder.rmdir()
+                    folder.rmdir()  # if no files of others are in it
 
     # Loading
 
@@ -248,26 +246,20 @@ class _Attached:
 
 
 class _Counted:
-    """What an accelerator counts, as an extra: optimizer steps, accumulated batches, epochs and seeds of samplers.
-
-    The optimizer steps are those of the optimizer that has made the most. Steps that a GradScaler skips do not count.
-    """
+    """What an accelerator counts, as an extra: optimizer steps, accumulated batches, epochs and seeds of samplers."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._counts = [0] * len(accelerator._optimizers)
         for number, optimizer in enumerate(accelerator._optimizers):
-            bare(optimizer).register_step_post_hook(self._counter(number))
+            bare(optimizer).register_step_post_hook(partial(self._count, number))
 
-    def _counter(self, number: int) -> Callable[..., None]:
-        def count(*_: Any) -> None:
-            self._counts[number] += 1
-
-        return count
+    def _count(self, number: int, *_: Any) -> None:
+        self._counts[number] += 1
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps."""
+        """The steps of the optimizer that has made the most. Steps that a GradScaler skips do not count."""
         return max(self._counts)
 
     def recount(self) -> None:
@@ -328,12 +320,8 @@ def _one_or_several(things: list[Any]) -> Any:
 
 
 def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
-    """Return things by name. Accelerate numbers its files so, too: scheduler, scheduler_1, …"""
+    """Return things by name, as Accelerate numbers its files: scheduler, scheduler_1, …"""
     return {name if number == 0 else f"{name}_{number}": thing for number, thing in enumerate(things)}
-
-
-def _is_stateful(loader: Any) -> bool:
-    return bool(getattr(loader, "use_stateful_dataloader", False))
 
 
 def _seedable(loader: Any) -> SeedableRandomSampler | None:

@@ -89,7 +89,14 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             **{name: state for name, state in states.items() if state is not None},
         }
         self._start = _start_from(
-            config, dataloader, model_parts, optimizers, lr_schedulers, states, sd_adapter, base_folder
+            config,
+            dataloader=dataloader,
+            model_parts=model_parts,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            states=dict(states),
+            sd_adapter=sd_adapter,
+            base_folder=base_folder,
         )
         self._checkpointer: Checkpointer | None = None
         self.enable = True
@@ -220,16 +227,7 @@ class _Position:
         self._loader.load_state_dict(dict(state))
 
 
-def _start_from(
-    config: CheckpointManager.Config,
-    dataloader: Any,
-    model_parts: list[nn.Module],
-    optimizers: Any,
-    lr_schedulers: Any,
-    states: dict[str, Any],
-    sd_adapter: Any,
-    base_folder: str,
-) -> Any:
+def _start_from(config: CheckpointManager.Config, **parts: Any) -> Any:
     """Return torchtitan's own manager, if a training begins with other weights than random ones; None otherwise."""
     if not (config.initial_load_path or config.initial_load_in_hf):
         return None
@@ -237,23 +235,13 @@ def _start_from(
     own = TitanManager.Config(
         enable=True, load_only=True, folder=config.folder, **{name: getattr(config, name) for name in names}
     )
-    return own.build(
-        dataloader=dataloader,
-        model_parts=model_parts,
-        optimizers=optimizers,
-        lr_schedulers=lr_schedulers,
-        states=dict(states),
-        sd_adapter=sd_adapter,
-        base_folder=base_folder,
-    )
+    return own.build(**parts)
 
 
 def _modules_that_hide_parameters(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose hooks give something else than their parameters in ``state_dict()``. Collective.
-
-    torchtitan's attention is one: it divides its weight in three. The weight itself is stored instead, because it is
-    what the training changes, and because its parts would have to be gathered from all ranks at every save.
-    """
+    """Return the modules whose hooks give something else than their parameters in ``state_dict()``. Collective."""
+    # torchtitan's attention is one: it divides its weight in three. The weight itself is stored instead, as it is what
+    # the training changes, and as its parts would have to be gathered from all ranks at every save.
     found: list[nn.Module] = []
     for module in reversed(list(model.modules())):  # those inside come first
         if module._state_dict_hooks:

@@ -15,8 +15,7 @@ from dynaquant.engine import kernels
 from dynaquant.engine.label import Label
 from dynaquant.state.roles import optimizer_role, quantizable
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
-from dynaquant.training.epsilons import epsilon_in
-from dynaquant.training.optimizers import PARAMETER_SHAPED
+from dynaquant.training.optimizers import PARAMETER_SHAPED, epsilon_in
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")
 """Last parts of the names of tensors that are statistics or constants, not weights."""

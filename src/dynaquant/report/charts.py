@@ -27,6 +27,7 @@ from dynaquant.report.figures import (
     steps_of,
 )
 from dynaquant.report.statistics import Row, Statistics
+from dynaquant.saving.record import Size
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -75,8 +76,12 @@ def _sizes(statistics: Statistics) -> Chart:
     rows = statistics.by_step
     divisor, unit = unit_of(max(row.record.total.stored for row in rows))
     figure = figure_for(rows, f"{unit} on disk")
-    parts = [(role.replace("_", " "), color, [_stored(row, role) for row in rows]) for role, color in ROLES.items()]
-    for name, color, sizes in [*parts, ("header", GREY, [_header(row) for row in rows])]:
+    parts = [
+        (role.replace("_", " "), color, [row.record.roles.get(role, Size()).stored for row in rows])
+        for role, color in ROLES.items()
+    ]
+    headers = [row.record.total.stored - sum(size.stored for size in row.record.roles.values()) for row in rows]
+    for name, color, sizes in [*parts, ("header", GREY, headers)]:
         if any(sizes):
             add_bars(figure, rows, [size / divisor for size in sizes], name, color, [in_bytes(size) for size in sizes])
     raw, stored = statistics.whole.raw / len(rows), statistics.whole.stored / len(rows)
@@ -87,28 +92,15 @@ def _sizes(statistics: Statistics) -> Chart:
     return Chart("sizes", "Size of each checkpoint", text, figure)
 
 
-def _stored(row: Row, role: str) -> int:
-    return row.record.roles[role].stored if role in row.record.roles else 0
-
-
-def _header(row: Row) -> int:
-    return row.record.total.stored - sum(size.stored for size in row.record.roles.values())
-
-
 def _ratios(statistics: Statistics) -> Chart:
     rows = statistics.by_step
     figure = figure_for(rows, "ratio")
     figure.update_yaxes(rangemode="tozero", ticksuffix="×")
-    for name, color, ratios in (
-        ("whole state", BLUE, [row.record.ratio for row in rows]),
-        (
-            "weights",
-            ORANGE,
-            [row.record.roles["weight"].ratio if "weight" in row.record.roles else None for row in rows],
-        ),
-    ):
-        if any(ratio is not None for ratio in ratios):
-            add_line(figure, rows, ratios, name, color, [times(ratio or 1) for ratio in ratios])
+    whole = [row.record.ratio for row in rows]
+    add_line(figure, rows, whole, "whole state", BLUE, [times(ratio) for ratio in whole])
+    weights = [row.record.roles["weight"].ratio if "weight" in row.record.roles else None for row in rows]
+    if any(weights):
+        add_line(figure, rows, weights, "weights", ORANGE, [times(ratio or 1) for ratio in weights])
     text = f"Bytes of the tensors divided by bytes stored. All checkpoints together: {times(statistics.whole.ratio)}."
     return Chart("ratios", "Compression ratio", text, figure)
 
@@ -176,12 +168,8 @@ def _configuration(statistics: Statistics) -> Chart:
     bins = [knobs if isinstance(knobs, Configuration) else None for knobs in chosen]
     panels = (["scale, log₂"] if any(grids) else []) + (["bins", "share of weights"] if any(bins) else [])
     if not panels:
-        return Chart(
-            "configuration",
-            title,
-            "The weights of every checkpoint are stored exactly; there is no configuration.",
-            None,
-        )
+        why = "The weights of every checkpoint are stored exactly; there is no configuration."
+        return Chart("configuration", title, why, None)
     figure = figure_for(rows, *panels)
     text = []
     if any(grids):
@@ -191,12 +179,9 @@ def _configuration(statistics: Statistics) -> Chart:
         add_line(figure, rows, exponents, "scale of the grids", BLUE, hover)
         text.append("One more means grid steps twice as large.")
         if any(dithered):
-            heights = [
-                exponent if stochastic else None for exponent, stochastic in zip(exponents, dithered, strict=True)
-            ]
             figure.add_scatter(
                 x=steps_of(rows),
-                y=heights,
+                y=[each if stochastic else None for each, stochastic in zip(exponents, dithered, strict=True)],
                 name="stochastic rounding",
                 mode="markers",
                 marker={"color": ORANGE, "symbol": "diamond", "size": 11},
@@ -204,7 +189,7 @@ def _configuration(statistics: Statistics) -> Chart:
             )
     if any(bins):
         first = len(panels) - 1
-        series: tuple[tuple[str, str, str, int], ...] = (
+        series = (
             ("bins", "bins", BLUE, first),
             ("bins of embeddings", "embedding_bins", GREEN, first),
             ("pruned", "pruned", ORANGE, first + 1),

@@ -127,10 +127,7 @@ class DiskUse:
 
 
 def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
-    """Return the disk use of a run by kind of file and in total, and the disk use of its checkpoints by role.
-
-    files: the readable checkpoints of the run.
-    """
+    """Return the disk use of a run by kind of file and in total, and that of its readable checkpoints by role."""
     copies = [file for path in run.lossless_copy_paths() if (file := _readable(path)) is not None]
     shared = [file for path in checkpoint_paths(run.folder, FROZEN) if (file := _readable(path)) is not None]
     replaced = run.replaced()[0]

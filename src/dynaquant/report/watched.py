@@ -61,7 +61,7 @@ class WatchedRun:
                     broken.append(error)
                 continue
             records[version] = record
-            own = tuple(t.name for t in tags if (t.step, t.identity) == (record.step, record.identity))
+            own = tuple(tag.name for tag in tags if tag.refers_to(listed.summary))
             # Re-coding writes the file again, and copying may change its time.
             committed = status.st_mtime if record.saved_at is None else record.saved_at
             found.append(Seen(record, committed, own))

@@ -37,12 +37,12 @@ from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.state.roles import quantizable
-from dynaquant.training.epsilons import epsilons_of
 from dynaquant.training.first_moments import windows_of
 from dynaquant.training.gradients import GradientRecorder
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import models_of, optimizers_of, parameters_of
+from dynaquant.training.optimizers import epsilons_of
 from dynaquant.training.updates import Updates
 
 WINDOW = 50

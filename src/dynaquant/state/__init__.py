@@ -7,6 +7,5 @@
 - ``of_ranks.py``: what differs between the ranks of a training, in such a tree
 - ``wrappers.py``: unwraps models and optimizers; names of tensors in the bare model
 - ``subclasses.py``: tensor subclasses with a state of their own, such as 4-bit weights, as plain tensors
-- ``averages.py``: averages of a model's weights, by the class of the object that holds them
-- ``roles.py``: finds the label of every tensor, and applies the user's patterns
+- ``roles.py``: finds the label of every tensor, averages of weights among them, and applies the user's patterns
 """

@@ -295,14 +295,5 @@ def unflatten(
 
     try:
         return value(tree)
-    except (
-        KeyError,
-        ValueError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        StopIteration,
-        OverflowError,
-        RuntimeError,
-    ) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, StopIteration, OverflowError, RuntimeError) as error:
         raise StateError(f"the stored tree of the state is broken: {error!r}") from error

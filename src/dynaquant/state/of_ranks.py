@@ -54,10 +54,7 @@ def with_ranks(tree: Any, ranks: Sequence[OfRank]) -> Any:
 
 
 def ranks_in(tree: Any) -> list[OfRank]:
-    """Return what the ranks hold otherwise; nothing if nothing differs between them.
-
-    Raises TypeError for a malformed tree.
-    """
+    """Return what each rank holds otherwise; nothing if nothing differs. Raises TypeError for a malformed tree."""
     nodes: Any = next((node for key, node in dict_items(tree) if key == RANKS), [])
     found = []
     for node in nodes if isinstance(nodes, list) else []:

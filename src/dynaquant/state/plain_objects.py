@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from dynaquant.errors import StateError
 from dynaquant.state.tree import with_items
 
+_CONTAINERS = (dict, OrderedDict, list, tuple, deque)
+
 
 @dataclass(frozen=True)
 class PlainObject:
@@ -49,11 +51,11 @@ def taken_apart(value: Any, packages: Collection[str]) -> Any:
 
 def _taken_apart(value: Any, packages: Collection[str], seen: set[int]) -> Any:
     kind = type(value)
-    if (inner := _items_of(value)) is not None:
+    if kind in _CONTAINERS:
         if id(value) in seen:
             return value
         seen.add(id(value))  # a container may be in a state twice, but not in itself
-        found = _converted(value, inner, lambda item: _taken_apart(item, packages, seen))
+        found = converted(value, lambda item: _taken_apart(item, packages, seen))
         seen.remove(id(value))
         return found
     if kind.__module__.partition(".")[0] not in packages or _found(_name_of(kind), packages) is not kind:
@@ -95,8 +97,7 @@ def put_together(value: Any, packages: Collection[str], device: torch.device | N
         found: Any = object.__new__(kind)
         vars(found).update({key: _moved(put_together(v, packages, device), device) for key, v in content.items()})
         return found
-    inner = _items_of(value)
-    return value if inner is None else _converted(value, inner, lambda item: put_together(item, packages, device))
+    return converted(value, lambda item: put_together(item, packages, device))
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -114,19 +115,14 @@ def leaves(value: Any) -> Iterator[Any]:
 def _moved(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Tensor):
         return value if device is None else value.to(device)
-    inner = _items_of(value)
-    return value if inner is None else _converted(value, inner, lambda item: _moved(item, device))
+    return converted(value, lambda item: _moved(item, device))
 
 
-def _items_of(value: Any) -> list[Any] | None:
-    """Return what is in a container; None for another value."""
-    if type(value) in (dict, OrderedDict):
-        return list(value.values())
-    return list(value) if type(value) in (list, tuple, deque) else None
-
-
-def _converted(value: Any, items: list[Any], convert: Callable[[Any], Any]) -> Any:
-    """Return a container with converted items; the same container if none changes."""
+def converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a container with converted items; the same object if none changes, or if it is no container."""
+    if type(value) not in _CONTAINERS:
+        return value
+    items = list(value.values() if isinstance(value, dict) else value)
     found = [convert(item) for item in items]
     if all(new is old for new, old in zip(found, items, strict=True)):
         return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, cast, get_args
@@ -15,7 +15,6 @@ from dynaquant.engine.label import Label, Role
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import memory_of
-from dynaquant.state.averages import averages_in
 from dynaquant.state.subclasses import inner_tensors, is_wrapper, owner_of
 from dynaquant.state.wrappers import bare_paths, named_parameters
 
@@ -41,11 +40,17 @@ _LAYER_TYPES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], .
     (nn.modules.conv._ConvNd, "conv"),
     ((nn.Linear, nn.Bilinear, nn.MultiheadAttention), "linear"),
     (nn.RNNBase, "recurrent"),
-    (
-        (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm),
-        "norm",
-    ),
+    ((nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm), "norm"),
 )
+
+_AVERAGES = {
+    ("torch", "AveragedModel"): "module.",
+    ("timm", "ModelEmaV2"): "module.",
+    ("timm", "ModelEmaV3"): "module.",
+    ("ema_pytorch", "EMA"): "ema_model.",
+    ("torch_ema", "ExponentialMovingAverage"): "shadow_params.",
+}
+"""What the names of averages of weights begin with in the state of an object, by its package and class."""
 
 
 def layer_type(module: nn.Module) -> str:
@@ -72,9 +77,9 @@ def labels(
     names of the parameters that are exact unless a pattern says otherwise, as ``compared_across_steps`` returns them.
 
     Only parameters of models (``"model"``, ``"model.G"``) become weights, since only models are evaluated, and only if
-    they train. Those of a known average of a model become averages (``state/averages.py``). Other parameters are exact
-    unless a pattern says otherwise. A pattern may use any name of a tied parameter. It gives its role to the matching
-    tensors that can have it.
+    they train. Those of a known average of a model become averages. Other parameters are exact unless a pattern says
+    otherwise. A pattern may use any name of a tied parameter. It gives its role to the matching tensors that can have
+    it.
 
     Raises StateError for a pattern that matches no tensor, an unknown role, or one that no matching tensor can have.
     """
@@ -91,7 +96,7 @@ def labels(
             for name in tensors if prefix not in exact else ():
                 if name.startswith(own) and (role := optimizer_role(name, tensors)) != "exact":
                     result[name] = of_role.setdefault(role, Label(role))
-        for name in averages_in(prefix, thing, tensors):
+        for name in _averages_in(prefix, thing, tensors):
             if quantizable(tensors[name], vectors):
                 result[name] = replace(result[name], role="average")
     if not overrides:
@@ -116,6 +121,18 @@ def labels(
     return result
 
 
+def _averages_in(object_name: str, thing: Any, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors of an object that are averages of weights. No package is imported."""
+    kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(thing).__mro__)
+    begin = next((_AVERAGES[kind] for kind in kinds if kind in _AVERAGES), None)
+    if begin is None:
+        return []
+    if isinstance(thing, nn.Module):
+        named = (f"{object_name}.{path}" for path, _ in named_parameters(thing) if path.startswith(begin))
+        return [name for name in named if name in tensors]
+    return [name for name in tensors if name.startswith(f"{object_name}.{begin}")]
+
+
 def matches(name: str, pattern: str, objects: Mapping[str, Any]) -> bool:
     """Whether a pattern selects the tensor of this name.
 
@@ -136,8 +153,7 @@ def untrained(objects: Mapping[str, Any], updated: Collection[str] = ()) -> froz
     parameters count as trained if an optimizer updates tensors outside the models, since these may be their master
     weights.
     """
-    optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
-    trained = {memory_of(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = _updated_memory(thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer))
     own = _parameters_of(objects)
     of_models = {name: memory_of(parameter) for name, parameter in own.items() if _is_of_model(name)}
     known = trained & set(of_models.values())
@@ -158,16 +174,20 @@ def compared_across_steps(objects: Mapping[str, Any]) -> frozenset[str]:
     LBFGS does so once it has taken a step. It takes their difference for the curvature along that step; weights that
     a restore has rounded would make it noise (docs/decisions.md, "What about LBFGS?").
     """
-    optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
     comparing = [
-        optimizer
-        for optimizer in optimizers
-        if any(isinstance(state, dict) and "prev_flat_grad" in state for state in optimizer.state.values())
+        thing
+        for thing in objects.values()
+        if isinstance(thing, torch.optim.Optimizer)
+        and any(isinstance(state, dict) and "prev_flat_grad" in state for state in thing.state.values())
     ]
     if not comparing:
         return frozenset()
-    trained = {memory_of(p) for optimizer in comparing for group in optimizer.param_groups for p in group["params"]}
+    trained = _updated_memory(comparing)
     return frozenset(name for name, parameter in _parameters_of(objects).items() if memory_of(parameter) in trained)
+
+
+def _updated_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[Any]:
+    return {memory_of(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def _parameters_of(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
@@ -232,12 +252,10 @@ def _module_labels(
 
 
 def _is_discontinuous(module: nn.Module) -> bool:
-    """Whether a small change of its tensors changes what a module makes of them a lot.
-
-    An orthogonal parametrization by Householder reflections keeps signs on the diagonal, and truncates it to integers.
-    """
+    """Whether a small change of its tensors changes what a module makes of them a lot."""
     if not isinstance(module, nn.utils.parametrize.ParametrizationList):
         return False
+    # By Householder reflections, this one keeps signs on the diagonal, and truncates it to integers.
     return any(type(each).__qualname__ == "_Orthogonal" for each in module.children())
 
 
@@ -260,11 +278,9 @@ def _override(
     if len(refused) == len(matching):
         name = min(refused)
         raise StateError(f"roles[{pattern!r}]: {name} {refused[name]}")
+    given, bound = ("bound", role) if isinstance(role, Bound) else (role, None)
     for name in set(matching) - refused.keys():
-        if isinstance(role, Bound):
-            result[name] = replace(result[name], role="bound", bound=role)
-        else:
-            result[name] = replace(result[name], role=cast(Role, role), bound=None)
+        result[name] = replace(result[name], role=cast(Role, given), bound=bound)
 
 
 def _why_not(

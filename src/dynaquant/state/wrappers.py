@@ -147,10 +147,7 @@ def _inside(thing: Any) -> Any:
 
 
 def _attribute(module: nn.Module) -> str | None:
-    """Return the attribute in which a wrapper keeps the wrapped module.
-
-    None if the module is not a wrapper, or has parameters, buffers or modules of its own.
-    """
+    """Return the attribute in which a wrapper keeps the wrapped module; None if there is more in it, or no wrapper."""
     if isinstance(module, torch.jit.ScriptModule) or len(module._modules) != 1 or module._parameters or module._buffers:
         return None
     (name,) = module._modules

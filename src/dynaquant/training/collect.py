@@ -32,11 +32,7 @@ from dynaquant.training.supported import LOADER_ADVICE
 
 
 def collect(objects: Mapping[str, Any], other_ranks: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return the state of every object by name, and the reserved entries.
-
-    ``"rng"`` holds the global random number generators, ``"classes"`` the class of every optimizer and generator,
-    ``"parameters"`` the names of every optimizer's parameters. A restore compares classes and names, because states of
-    different optimizers may look alike and still not fit.
+    """Return the state of every object by name, and the entries ``RESERVED``.
 
     other_ranks: ``rank_rng_state`` of every rank but the first, in order, packed and joined (``training.packed``); kept
     in ``"rng"`` under ``"ranks"``. Raises StateError, with the extra's name, if its ``state_dict`` fails.
@@ -57,10 +53,7 @@ def collect_to_compare(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_by_object(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of each object, by the object's name.
-
-    The state of several models or optimizers is divided if the objects have several, too.
-    """
+    """Return the state of each object by its name. That of several models or optimizers is divided, as the objects."""
     found: dict[str, Any] = {}
     for name, own in state.items():
         if name in MAIN and isinstance(own, Mapping) and any(other.startswith(f"{name}.") for other in objects):
@@ -71,10 +64,7 @@ def state_by_object(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dic
 
 
 def rank_rng_state(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of all random number generators, which differ between the ranks of a data-parallel training.
-
-    States of generators among the objects are under ``"sources"``, the key that checkpoints use.
-    """
+    """Return the states of all random number generators, which differ between the ranks of a data-parallel training."""
     return {**rng.get_state(), "sources": generator_states(objects)}
 
 
@@ -98,10 +88,7 @@ def number_of_ranks(state: Mapping[str, Any]) -> int:
 
 
 def state_of(thing: Any, parameters: Sequence[Sequence[str]] | None = None) -> Any:
-    """Return the state of one object.
-
-    parameters: for an optimizer, the names of its parameters in each group. Its state then has names, not numbers.
-    """
+    """Return the state of one object. parameters: those of an optimizer by group, for names instead of numbers."""
     if isinstance(thing, GENERATOR):
         return generator_state(thing)
     if isinstance(thing, nn.Module):

@@ -21,15 +21,6 @@ update of SGD is the momentum buffer itself; no second moment bounds the noise.
 """
 
 
-def correction_factor(kept: float, whole: float, largest: float) -> float:
-    """Return the factor c of a first moment that lacks gradients from before a restore (method 3.2).
-
-    kept: the sum of the weights of the gradients that it contains; ``1 - β^k`` for k steps after a moment of zero.
-    whole: the same sum without a restore; ``1 - β^t`` at step t, so nearly 1. largest: the limit of c.
-    """
-    return min(whole / kept, largest)
-
-
 def corrected_keys() -> list[str]:
     """Return the keys of first moments that are corrected, in the state of a parameter."""
     return [key for key, largest in LARGEST_FACTOR.items() if largest > 1]
@@ -50,11 +41,7 @@ class MomentUpdate:
 
 @dataclass(frozen=True)
 class MomentRule:
-    """The first moment of an optimizer.
-
-    key: of the moment in the state of a parameter. update: returns what a step does with the moments of a parameter
-    group. kept: how a moment with noise may be kept, see ``MomentWindow``.
-    """
+    """The first moment of an optimizer. key: in the state of a parameter. update: of the moments of a group."""
 
     key: str
     update: Callable[[Mapping[str, Any]], MomentUpdate]
@@ -105,31 +92,18 @@ def windows_of(
     objects: of the training, by name. parameters: the names of every optimizer's parameters, by group. corrected:
     whether restores correct moments of zero.
     """
-    return {
-        f"{name}.state.{key}": window
-        for name, names in parameters.items()
-        for key, window in windows_in(objects[name], keys_of(names), corrected).items()
-    }
-
-
-def windows_in(optimizer: Optimizer, keys: Sequence[Sequence[str | int]], corrected: bool) -> dict[str, MomentWindow]:
-    """Return the windows of an optimizer's first moments by ``<key of the parameter>.<key of the moment>``.
-
-    keys: of the parameters in each group. corrected: whether restores correct moments of zero.
-    """
     windows: dict[str, MomentWindow] = {}
-    rule = rule_of(optimizer)
-    for group, keys_of_group in zip(optimizer.param_groups, keys, strict=True):
-        slot, decay = _slot_and_decay(rule, group)
-        if not 0 < decay < 1:
-            continue
-        steps = 1 / (1 - decay)
-        share = 1.0
-        if rule is not None and (corrected or rule.largest_factor <= 1):
-            share = LOST_ANYWAY
-        kept: Kept = "coarse" if rule is None else rule.kept
-        window = MomentWindow(steps, share * steps, kept, float(group["lr"]) * steps if kept == "fine" else None)
-        windows |= {f"{key}.{slot}": window for key in keys_of_group}
+    for name, names in parameters.items():
+        rule = rule_of(objects[name])
+        for group, keys in zip(objects[name].param_groups, keys_of(names), strict=True):
+            slot, decay = _slot_and_decay(rule, group)
+            if not 0 < decay < 1:
+                continue
+            steps = 1 / (1 - decay)
+            share = LOST_ANYWAY if rule is not None and (corrected or rule.largest_factor <= 1) else 1.0
+            kept: Kept = "coarse" if rule is None else rule.kept
+            window = MomentWindow(steps, share * steps, kept, float(group["lr"]) * steps if kept == "fine" else None)
+            windows |= {f"{name}.state.{key}.{slot}": window for key in keys}
     return windows
 
 
@@ -143,17 +117,13 @@ def _slot_and_decay(rule: MomentRule | None, group: Mapping[str, Any]) -> tuple[
     return "", 0.0
 
 
-def _average(group: Mapping[str, Any], coupled: float) -> MomentUpdate:
+def _average(group: Mapping[str, Any], coupled: float = 0.0) -> MomentUpdate:
     beta = float(group["betas"][0])
     return MomentUpdate(beta, 1 - beta, _sign(group), coupled)
 
 
 def _adam(group: Mapping[str, Any]) -> MomentUpdate:
     return _average(group, 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"]))
-
-
-def _adamw(group: Mapping[str, Any]) -> MomentUpdate:
-    return _average(group, 0.0)
 
 
 def _sgd(group: Mapping[str, Any]) -> MomentUpdate:
@@ -172,7 +142,7 @@ def _sign(group: Mapping[str, Any]) -> float:
 
 _RULES: dict[type[Optimizer] | None, MomentRule] = {
     torch.optim.Adam: MomentRule("exp_avg", _adam),
-    torch.optim.AdamW: MomentRule("exp_avg", _adamw),
+    torch.optim.AdamW: MomentRule("exp_avg", _average),
     torch.optim.NAdam: MomentRule("exp_avg", _adam),
     torch.optim.RAdam: MomentRule("exp_avg", _adam),
     torch.optim.Adamax: MomentRule("exp_avg", _adam),

@@ -119,7 +119,8 @@ class GradientRecorder:
         self._steps = 0
         self.recorded_steps = 0
         """Of how many steps gradients were recorded since the last ``collect``."""
-        self._recorded: dict[str, Tensor] = {}
+        self.recorded: Recorded = {}
+        """What was recorded since the last ``collect``, by name."""
         self._hook = optimizer.register_step_pre_hook(not_compiled(self._before_step))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -135,18 +136,12 @@ class GradientRecorder:
             and parameter.grad is not None
             and parameter.grad.layout == torch.strided
         }
-        self._recorded |= self._accumulate(gradients, self._recorded, Scaling.of(optimizer))
+        self.recorded |= self._accumulate(gradients, self.recorded, Scaling.of(optimizer))
 
-    @property
-    def recorded(self) -> dict[str, Tensor]:
-        """What was recorded since the last ``collect``, by name."""
-        return self._recorded
-
-    def collect(self) -> dict[str, Tensor]:
+    def collect(self) -> Recorded:
         """Return what was recorded since the last call, by name, and start again."""
-        recorded = self._recorded
-        self._recorded, self._interval, self._steps = {}, self._steps or self._interval, 0
-        self.recorded_steps = 0
+        recorded, self._interval = self.recorded, self._steps or self._interval
+        self.forget()
         return recorded
 
     def expect(self, interval: int | None) -> None:
@@ -155,7 +150,7 @@ class GradientRecorder:
 
     def forget(self) -> None:
         """Drop what was recorded and start again: after a restore, training continues from another step."""
-        self._recorded, self._steps, self.recorded_steps = {}, 0, 0
+        self.recorded, self._steps, self.recorded_steps = {}, 0, 0
 
     def close(self) -> None:
         """Remove the hook from the optimizer."""

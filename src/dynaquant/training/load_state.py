@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
-from dynaquant.state.plain_objects import has_method
+from dynaquant.state.plain_objects import converted, has_method
 from dynaquant.state.subclasses import descriptions_in, owner_of, set_packed
 from dynaquant.state.tree import dict_items, tensor_name, with_items
 from dynaquant.training.expanded import can_hold, copy_into, is_expanded
@@ -49,10 +49,7 @@ def load_state(thing: Any, state: Any) -> None:
 
 
 def fill_in_omitted(now: Mapping[str, Any], state: dict[str, Any], omitted: Collection[str]) -> None:
-    """Add the tensors that a stored state omits, with the present values of the modules.
-
-    now: ``collect_to_compare`` of the modules. omitted: names of tensors.
-    """
+    """Add the omitted tensors, given by name, to a stored state. now: the present state of the modules."""
     if omitted:
         _fill_in(flatten(now)[0], now, state, omitted)
 
@@ -95,11 +92,7 @@ def _with_content(state: Any, content: dict[str, Any]) -> Any:
 
 
 def _updated(own: Any, stored: Any) -> Any:
-    """Return the stored value.
-
-    Dictionaries, lists, deques and tensors of the training are updated in place: other objects may hold references to
-    them. A tensor that cannot be filled is replaced by one on the same device.
-    """
+    """Return the stored value, in the training's own container or tensor if it can be: others may refer to it."""
     if type(own) is type(stored) and isinstance(own, dict | list | deque):
         _update(own, stored)
         return own
@@ -113,13 +106,15 @@ def _updated(own: Any, stored: Any) -> Any:
 
 def _update(own: Any, stored: Any) -> None:
     if isinstance(own, dict):
-        items = {key: _updated(own.get(key), value) for key, value in stored.items()}
-        own.clear()
-        own.update(items)
+        refill(own, {key: _updated(own.get(key), value) for key, value in stored.items()})
     else:
-        values = [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)]
-        own.clear()
-        own.extend(values)
+        refill(own, [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)])
+
+
+def refill(container: Any, content: Any) -> None:
+    """Replace the content of a dictionary, set, list or deque, in place."""
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
@@ -141,21 +136,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 def _castable(value: Any) -> Any:
     """Return the states of parameters with tensors in place of arrays, which PyTorch's cast cannot build."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if type(value) in (dict, list, tuple, deque):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        found = {key: _castable(inner) for key, inner in items}
-        if any(inner is not value[key] for key, inner in found.items()):
-            return found if isinstance(value, dict) else with_items(value, found.values())
-    return value
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else converted(value, _castable)
 
 
 def _as_stored(loaded: Any, stored: Any) -> Any:
-    """Return what was loaded, with the stored value wherever PyTorch has cast it; tensors on the same device.
+    """Return what was loaded, with the stored value wherever PyTorch has cast it. Changes dictionaries and lists.
 
-    Dictionaries and lists are changed in place. What an optimizer itself has converted, such as a number to a tensor,
-    stays.
+    What an optimizer itself has converted, such as a number to a tensor, stays.
     """
     if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
         cast = loaded.dtype != stored.dtype and loaded.shape == stored.shape

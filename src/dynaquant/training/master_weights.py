@@ -5,7 +5,7 @@ Such a weight is not stored: it is its master weight, rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def master_weights_of(
     small_on_host: Mapping[str, Tensor],
     labels: Mapping[str, Label],
     objects: Mapping[str, Any],
-    patterns: Iterable[str],
+    patterns: Collection[str],
 ) -> dict[str, str]:
     """Map the name of every half-precision weight that has master weights to their name.
 
@@ -42,13 +42,8 @@ def master_weights_of(
         return {}
     optimizers = optimizers_of(objects)
     states = tuple(f"{name}." for name in {*optimizers, "optimizer"})
-    trained = {
-        parameter.data_ptr()
-        for optimizer in optimizers.values()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    patterns = list(patterns)
+    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+    trained = {parameter.data_ptr() for group in groups for parameter in group["params"]}
     shapes = {tensors[name].shape for name in halves}
     masters = [
         name
@@ -63,16 +58,14 @@ def master_weights_of(
 
 
 def _pairs(halves: Sequence[str], masters: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map half-precision weights to master weights that round to them; each of these belongs to one of them.
-
-    On a device, most comparisons are made together, and one transfer brings their results.
-    """
+    """Map half-precision weights to master weights that round to them; each of these belongs to one of them."""
     first = kernels.small_on_host({name: _beginning(tensors[name]) for name in (*halves, *masters)})
     alike: dict[tuple[torch.Size, torch.dtype, bytes], list[str]] = {}  # master weights, by what they may round to
     for dtype in {tensors[name].dtype for name in halves}:
         for name in masters:
             alike.setdefault((tensors[name].shape, dtype, bytes_of(first[name].to(dtype)).tobytes()), []).append(name)
     fitting = {n: alike.get((tensors[n].shape, tensors[n].dtype, bytes_of(first[n]).tobytes()), []) for n in halves}
+    # On a device, most comparisons are made together, and one transfer brings their results.
     left = {id(names): iter(names) for names in fitting.values()}
     guessed = {half: master for half, names in fitting.items() if (master := next(left[id(names)], None))}
     right = kernels.small_on_host(

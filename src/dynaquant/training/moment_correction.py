@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dynaquant.ranks.dtensors import local_of
-from dynaquant.training.first_moments import MomentRule, MomentUpdate, correction_factor, rule_of
+from dynaquant.training.first_moments import MomentRule, MomentUpdate, rule_of
+from dynaquant.training.gradients import Scaling
 from dynaquant.training.hooks import not_compiled, records_graph
 
 log = logging.getLogger("dynaquant")
@@ -26,10 +27,10 @@ The corrected moment has the length of one that was never lost, so nothing jumps
 
 @dataclass(frozen=True)
 class RebuiltMoment:
-    """How much of one first moment has been built up again.
+    """How much of one first moment has been built up again (method 3.2).
 
-    kept: the sum of the weights of the gradients that the moment contains. whole: the same sum without a restore.
-    factor: by which the moment is multiplied now.
+    kept: the sum of the weights of the gradients that it contains; ``1 - β^k`` for k steps after a moment of zero.
+    whole: the same sum without a restore; ``1 - β^t`` at step t, so nearly 1. factor: by which it is multiplied now.
     """
 
     kept: float
@@ -39,7 +40,7 @@ class RebuiltMoment:
     def after_step(self, decay: float, largest: float) -> RebuiltMoment:
         """Return how much is built up after one more step. decay: β of this step. largest: the limit of the factor."""
         kept, whole = (decay * each + 1 - decay for each in (self.kept, self.whole))
-        return RebuiltMoment(kept, whole, correction_factor(kept, whole, largest))
+        return RebuiltMoment(kept, whole, min(whole / kept, largest))
 
 
 class MomentCorrection:
@@ -76,7 +77,7 @@ class MomentCorrection:
         """Whether the correction ended because the step is captured in a CUDA graph."""
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(not_compiled(self._before_step)),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._rebuilt.clear()),
         ]
 
     @property
@@ -90,9 +91,6 @@ class MomentCorrection:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _after_load(self, _: Optimizer) -> None:
-        self._rebuilt.clear()
-
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._rebuilt:
             return None
@@ -104,27 +102,23 @@ class MomentCorrection:
         if closure is None:
             self._correct(optimizer)
             return None
-        corrected = self._after_closure(optimizer, closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": corrected}
-        return (args[0], corrected, *args[2:]), kwargs
 
-    def _after_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def corrected() -> Any:
             loss = closure()
             self._correct(optimizer)
             return loss
 
-        return corrected
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": corrected}
+        return (args[0], corrected, *args[2:]), kwargs
 
     @torch.no_grad()
     def _correct(self, optimizer: Optimizer) -> None:
         """Change all moments that the coming step will update."""
-        # GradScaler passes scaled gradients to fused optimizers, which unscale them or skip the step themselves.
-        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if found_inf is not None and float(found_inf) != 0:
+        scaling = Scaling.of(optimizer)
+        if scaling.found_inf is not None and float(scaling.found_inf) != 0:
             return
-        unscale = 1.0 if scale is None else 1.0 / float(scale)
+        unscale = 1.0 if scaling.scale is None else 1.0 / float(scaling.scale)
         for group in optimizer.param_groups:
             update = self._rule.update(group)
             same: dict[RebuiltMoment, list[tuple[Tensor, Tensor, Tensor]]] = {}
@@ -228,8 +222,5 @@ def _change(
 
 
 def _whole(state: Mapping[str, Any], decay: float) -> float:
-    """Return the sum of the weights of all gradients in a moment without a restore.
-
-    It is ``1 - β^t`` after t steps, and 1 if the optimizer does not count steps.
-    """
+    """Return the sum of the weights of all gradients in a moment without a restore; 1 if steps are not counted."""
     return 1 - decay ** float(state["step"]) if "step" in state else 1.0

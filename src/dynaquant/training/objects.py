@@ -19,7 +19,7 @@ state they are one dictionary. The same holds for optimizers."""
 RNG, CLASSES, PARAMETERS = "rng", "classes", "parameters"
 RESERVED = (RNG, CLASSES, PARAMETERS)
 """Entries of a state that belong to no single object: states of the global random number generators; classes of
-optimizers and generators; parameter names in each group of an optimizer."""
+optimizers and generators; parameter names in each group of an optimizer. A restore compares classes and names."""
 
 GENERATOR = torch.Generator | np.random.Generator
 CHECKED = nn.Module | torch.optim.Optimizer

@@ -1,9 +1,9 @@
-"""Keys an optimizer's state by parameter name, and fits a stored state to an optimizer with other parameter groups."""
+"""Keys an optimizer's state and ε by parameter name, and fits a stored state to other parameter groups."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -43,37 +43,48 @@ def keys_of(names: Sequence[Sequence[str]]) -> Keys:
     return [[name or position for name, position in zip(group, positions, strict=False)] for group in names]
 
 
-def by_name(state: Any, keys: Keys) -> Any:
-    """Return the ``state_dict()`` of an optimizer with keys instead of parameter numbers.
+def epsilons_of(objects: Mapping[str, Any], parameters: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, float]:
+    """Return the ε of each parameter's updates by the name of its optimizer state, as far as its group has one.
 
-    A state that does not have the form of ``torch.optim`` is returned unchanged.
+    objects: of the training, by name. parameters: the names of every optimizer's parameters, by group.
     """
+    found: dict[str, float] = {}
+    for name, names in parameters.items():
+        for group, keys in zip(objects[name].param_groups, keys_of(names), strict=True):
+            if epsilon := epsilon_in(group):
+                found |= {f"{name}.state.{key}": epsilon for key in keys}
+    return found
+
+
+def epsilon_in(group: Mapping[str, Any]) -> float:
+    """Return the ε of a parameter group; 0 if it has none, or something else than one number."""
+    epsilon = group.get("eps")
+    return float(epsilon) if isinstance(epsilon, int | float) and epsilon > 0 else 0.0
+
+
+def by_name(state: Any, keys: Keys) -> Any:
+    """Return the ``state_dict()`` of an optimizer with keys instead of numbers, if it is like those of PyTorch."""
     numbers = _numbers(state)
     if numbers is None or [len(group) for group in numbers] != [len(group) for group in keys]:
         return state
-    key_of = dict(zip(_flat(numbers), _flat(keys), strict=True))
-    return {
-        **state,
-        "state": {key_of.get(number, number): slots for number, slots in state["state"].items()},
-        "param_groups": [{**g, "params": list(ks)} for g, ks in zip(state["param_groups"], keys, strict=True)],
-    }
+    return _rekeyed(state, numbers, keys)
 
 
 def by_number(state: Any) -> Any:
-    """Return a state that ``by_name`` has made with the parameters' numbers, as ``state_dict()`` has them.
-
-    A state that does not have the form of ``torch.optim`` is returned unchanged.
-    """
+    """Reverse ``by_name``: return a state with numbers, as ``state_dict()`` has them."""
     keys = _numbers(state)
     if keys is None:
         return state
     positions = itertools.count()
-    numbers = [[next(positions) for _ in group] for group in keys]
-    number_of = dict(zip(_flat(keys), _flat(numbers), strict=True))
+    return _rekeyed(state, keys, [[next(positions) for _ in group] for group in keys])
+
+
+def _rekeyed(state: Any, before: Keys, after: Keys) -> Any:
+    after_of = dict(zip(_flat(before), _flat(after), strict=True))
     return {
         **state,
-        "state": {number_of.get(key, key): slots for key, slots in state["state"].items()},
-        "param_groups": [{**g, "params": own} for g, own in zip(state["param_groups"], numbers, strict=True)],
+        "state": {after_of.get(key, key): slots for key, slots in state["state"].items()},
+        "param_groups": [{**g, "params": list(own)} for g, own in zip(state["param_groups"], after, strict=True)],
     }
 
 
@@ -123,9 +134,8 @@ def fit(
             what = "updates parameters that no saved module has; only their order identifies them, and it has changed"
             return Fit(None, [f"{name} {what}"], [])
         if isinstance(optimizer, torch.optim.LBFGS):
-            return Fit(
-                None, [f"{name} keeps one state for all its parameters in order, and that order has changed"], []
-            )
+            what = "keeps one state for all its parameters in order, and that order has changed"
+            return Fit(None, [f"{name} {what}"], [])
     problems = [f"{name} had no parameter {key}" for key in own_number if key not in stored_set]
     problems += [
         f"{name} had the parameter {key}, which it does not have now"
@@ -166,20 +176,15 @@ def _parameters(optimizer: Optimizer, keys: Keys) -> dict[Key, Tensor]:
 
 
 def _with_objects(optimizer: Optimizer, stored: Any, own_keys: Keys) -> Any:
-    """Return a stored state with its objects put together.
-
-    Their tensors are on the device of the parameter whose state it is; those of no parameter are on that of the first.
-    """
+    """Return a stored state with its objects put together, on the device of their parameter, or of the first one."""
     packages = packages_of(optimizer)
     devices = {key: parameter.device for key, parameter in _parameters(optimizer, own_keys).items()}
     first = next(iter(devices.values()), None)
     if _numbers(stored) is None:
         return put_together(stored, packages, first)
     slots = {key: put_together(each, packages, devices.get(key, first)) for key, each in stored["state"].items()}
-    return {
-        **{key: put_together(each, packages, first) for key, each in stored.items() if key != "state"},
-        "state": slots,
-    }
+    others = {key: put_together(each, packages, first) for key, each in stored.items() if key != "state"}
+    return {**others, "state": slots}
 
 
 def _on_own_devices(own: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,9 +218,8 @@ def _problems(
 ) -> list[str]:
     """Return the reasons why the next step could not use the stored state of a parameter. dtype: of it when stored.
 
-    before: the state that the optimizer has now. known: whether the optimizer is one of ``torch.optim``. For other
-    optimizers, a tensor must have the parameter's shape only if it has that shape now: others, such as a history, may
-    grow.
+    before: the state now. known: whether the optimizer is one of ``torch.optim``. For others, a tensor must have the
+    parameter's shape only if it has that shape now: a history, for instance, may grow.
     """
     if stored is None:
         return []
@@ -247,19 +251,15 @@ def _problems(
 
 def _merged(
     own_groups: Sequence[dict[str, Any]], own_keys: Keys, stored_groups: Sequence[dict[str, Any]], stored_keys: Keys
-) -> list[tuple[dict[str, Any], dict[str, Any], list[str]]]:
-    """Return for every group: the group, its new hyperparameters, and the keys of hyperparameters that it keeps.
-
-    The keys include only hyperparameters whose stored values differ from the group's own.
-    """
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[str]]]:
+    """Yield every group, its new hyperparameters, and the keys of those that it keeps, unlike the stored ones."""
     sets = [frozenset(keys) for keys in stored_keys]
     origins = [[i for i, stored in enumerate(sets) if stored & frozenset(keys)] for keys in own_keys]
-    result: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
     for i, (group, keys) in enumerate(zip(own_groups, own_keys, strict=True)):
         same = [j for j, stored in enumerate(sets) if stored == frozenset(keys)]
         if same:
             stored_group = stored_groups[i if i in same else same[0]]
-            result.append((group, {**group, **_hyperparameters(stored_group)}, []))
+            yield group, {**group, **_hyperparameters(stored_group)}, []
             continue
         stored_values = [_hyperparameters(stored_groups[j]) for j in origins[i]]
         siblings = [g for g, indices in zip(own_groups, origins, strict=True) if set(indices) & set(origins[i])]
@@ -271,8 +271,7 @@ def _merged(
                 merged[key] = values[0]
             elif any(not _equal(value, group.get(key)) for value in values):
                 kept.append(key)
-        result.append((group, merged, kept))
-    return result
+        yield group, merged, kept
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

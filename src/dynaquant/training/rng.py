@@ -45,14 +45,10 @@ def _accelerators() -> Iterator[tuple[str, Any, int]]:
     for kind in dict.fromkeys(["cuda", *([] if found is None else [found.type])]):
         module: Any = getattr(torch, kind, None)
         if all(hasattr(module, name) for name in ("device_count", "get_rng_state", "set_rng_state")):
-            count = 0 if _is_unusable_fork(module) else module.device_count()
+            # In a process that was forked from one that uses the accelerator, PyTorch refuses to use it.
+            count = 0 if getattr(module, "_is_in_bad_fork", lambda: False)() else module.device_count()
             if count:  # PyTorch may be built for an accelerator that is not here
                 yield kind, module, count
-
-
-def _is_unusable_fork(module: Any) -> bool:
-    """Whether this process was forked from one that uses the accelerator, so PyTorch refuses to use it here."""
-    return hasattr(module, "_is_in_bad_fork") and bool(module._is_in_bad_fork())
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 from dynaquant.ranks.dtensors import reshard
 from dynaquant.training import rng
+from dynaquant.training.load_state import refill
 from dynaquant.training.objects import generator_states, set_generator_states
 
 
@@ -56,10 +57,7 @@ class Snapshot:
 
 
 class _Attributes:
-    """The attributes of a module that are not ``nn.Module``'s own, with the content of lists, dictionaries and sets.
-
-    Values of tensors are not remembered, only which tensors they are.
-    """
+    """The attributes of a module that are not ``nn.Module``'s own, with the content of lists, dictionaries and sets."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -72,11 +70,7 @@ class _Attributes:
             del own[name]
         own.update(self._values)
         for value, content in self._content:
-            if isinstance(value, list):
-                value[:] = content
-            else:
-                value.clear()
-                value.update(content)
+            refill(value, content)
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -99,10 +99,7 @@ def _others_of_modules(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Log a warning for every optimizer that updates a tensor that is not saved, or not as itself.
-
-    tensors: all saved tensors by name.
-    """
+    """Log a warning for every optimizer that updates a tensor that is not among the saved ones, or not as itself."""
     saved = {local_of(tensor).data_ptr() for tensor in tensors.values()}
     of_models = {
         id(parameter): f"{name}.{path}"
@@ -112,8 +109,7 @@ def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     }
     for name, thing in objects.items():
         groups = thing.param_groups if isinstance(thing, Optimizer) else []
-        updated = [parameter for group in groups for parameter in group["params"]]
-        updated = [each for each in updated if not is_wrapper(each)]  # their parts are saved
+        updated = [p for group in groups for p in group["params"] if not is_wrapper(p)]  # a wrapper's parts are saved
         unsaved = [each for each in updated if (own := local_of(each)).numel() and own.data_ptr() not in saved]
         if unknown := [each for each in unsaved if id(each) not in of_models]:
             log.warning(
@@ -163,10 +159,7 @@ def notes_on_inner_optimizers(objects: Mapping[str, Any]) -> list[str]:
 
 
 def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
-    """Register hooks that raise StateError after an optimizer's first step if its new state cannot be stored.
-
-    Returns a function that removes the hooks.
-    """
+    """Raise StateError after an optimizer's first step if its state cannot be stored. Returns what ends the check."""
     hooks: list[Any] = []
     checked: set[str] = set()
 
@@ -192,24 +185,24 @@ def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    for path, child in module.named_modules():
+    for path, child in module.named_modules(prefix=name):
         if isinstance(child, torch.jit.ScriptModule):
             raise StateError(
-                f"{f'{name}.{path}' if path else name} is a module of torch.jit; give the module that was scripted, "
-                "whose parameters are the same tensors, or compile it with torch.compile instead"
+                f"{path} is a module of torch.jit; give the module that was scripted, whose parameters are the same "
+                "tensors, or compile it with torch.compile instead"
             )
-        _refuse(f"{name}.{path}" if path else name, child)
-    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-        _refuse(f"{name}.{path}", tensor)
+        _refuse(path, child)
+    for path, tensor in (*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)):
+        _refuse(path, tensor)
         if is_sharded(tensor):
             if is_wrapper(local := local_of(tensor)):
                 raise StateError(
-                    f"{name}.{path} is divided among ranks, and each holds a {type(local).__qualname__} of it, which "
-                    "cannot be stored; keep what does not train on every rank, or shard plain tensors"
+                    f"{path} is divided among ranks, and each holds a {type(local).__qualname__} of it, which cannot "
+                    "be stored; keep what does not train on every rank, or shard plain tensors"
                 )
-            named_shard(f"{name}.{path}", tensor)  # raises StateError if it cannot be stored
+            named_shard(path, tensor)  # raises StateError if it cannot be stored
         elif (problem := part_problem(tensor)) is not None:
-            raise StateError(f"{name}.{path}: {problem}; {_DTENSORS}")
+            raise StateError(f"{path}: {problem}; {_DTENSORS}")
     check_subclasses(name, module, wrappers.own_loading(module))
 
 

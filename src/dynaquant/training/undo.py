@@ -18,7 +18,7 @@ from dynaquant.state.subclasses import PACKED, inner_tensors, is_wrapper
 from dynaquant.training import rng
 from dynaquant.training.collect import state_of
 from dynaquant.training.expanded import copy_into
-from dynaquant.training.load_state import load_state
+from dynaquant.training.load_state import load_state, refill
 from dynaquant.training.objects import CHECKED, GENERATOR
 
 log = logging.getLogger("dynaquant")
@@ -93,7 +93,7 @@ class Undo:
         else:
             before = list(value)
             if not isinstance(value, tuple):
-                self._put_back.append(lambda: _refill(value, before))
+                self._put_back.append(lambda: refill(value, before))
             for content in before:
                 self._remember(content)
 
@@ -172,8 +172,3 @@ def _loads_itself(module: nn.Module) -> bool:
         return True
     kinds = [kind for kind in type(module).__mro__ if not f"{kind.__module__}.".startswith("torch.nn.")]
     return any(name in vars(kind) for kind in kinds for name in _LOADING)
-
-
-def _refill(value: list[Any] | set[Any] | deque[Any], content: list[Any]) -> None:
-    value.clear()
-    (value.update if isinstance(value, set) else value.extend)(content)

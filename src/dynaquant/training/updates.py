@@ -18,10 +18,7 @@ from dynaquant.training.objects import optimizers_of
 
 
 class Updates:
-    """Watches the steps of the optimizers among the objects of a training, by hooks. A step costs next to nothing.
-
-    objects: of the training, by name.
-    """
+    """Watches the steps of the optimizers among the objects of a training, by hooks. A step costs next to nothing."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._optimizers = list(optimizers_of(objects).values())
@@ -59,9 +56,8 @@ class Updates:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if waiting := self._waiting.get(id(optimizer)):
-            updated = {self._names[id(p)] for p in waiting if p.grad is not None and id(p) in self._names}
+            self._updated |= {self._names[id(p)] for p in waiting if p.grad is not None and id(p) in self._names}
             self._waiting[id(optimizer)] = [p for p in waiting if p.grad is None]
-            self._updated |= updated
         self._use_gradients(optimizer)
 
     def _use_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -70,10 +66,7 @@ class Updates:
 
     @property
     def updated(self) -> frozenset[str]:
-        """The names of the modules' parameters that an optimizer has updated since the last save.
-
-        If no step came after that one, since the save before it.
-        """
+        """The names of the modules' parameters updated since the last save; if no step came, since the one before."""
         return self._updated or self._updated_before
 
     def saved(self) -> None:
@@ -89,8 +82,7 @@ class Updates:
         """
         if self._stores_gradients or not self._optimizers:
             return []
-        unused = any(map(holds_unreduced_gradients, self._modules)) or all(map(self._has_unused, self._optimizers))
-        if not unused:
+        if not (any(map(holds_unreduced_gradients, self._modules)) or all(map(self._has_unused, self._optimizers))):
             return []
         return [
             "this save is in the middle of an accumulation: gradients that no step has used yet are not stored, so a "

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,11 +102,14 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         **deprecated: Any,
     ) -> None:
         check_version("lightning")
-        if isinstance(metric, str) and training is None:
-            raise ValueError(
-                f"the metric {metric!r} is computed by validation_step: give CheckpointIO(…, training=training) and "
-                "Trainer(callbacks=[training, …]) the same Training()"
-            )
+        self._logged = metric if isinstance(metric, str) else None
+        if isinstance(metric, str):
+            if training is None:
+                raise ValueError(
+                    f"the metric {metric!r} is computed by validation_step: give CheckpointIO(…, training=training) "
+                    "and Trainer(callbacks=[training, …]) the same Training()"
+                )
+            metric = partial(training.metric, name=metric)
         if exact not in ("best", None):
             raise ValueError(f'exact must be "best" or None, not {exact!r}; to store all exactly, use "lossless"')
         self._exact = exact
@@ -113,7 +117,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         self._quality = options_of("CheckpointIO", deprecated, quality, takes=takes, also=also).quality
         self._preset, self._higher_is_better = PRESETS[self._quality.preset], higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
-        self._packer(self._function())  # raises for bad arguments
+        self._packer(metric)  # raises for bad arguments
         self._last = Last(Memory.at_start(self._quality))
         self._loaded: StoredCheckpoint | None = None  # what the training goes on from, until the next save
         self._torch = plugins.TorchCheckpointIO()
@@ -252,35 +256,23 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             source = packer.source(state, self._training.exact_optimizers())
             tolerances = self._training.first_tolerances(self._preset, now.steps.between)
             source = replace(source, first_tolerances=tolerances)
-        exact: set[str] = set()
-        if exact_weights:
-            exact = {name for name, label in source.labels.items() if label.role in ("weight", "average")}
+        exact = {n for n, label in source.labels.items() if exact_weights and label.role in ("weight", "average")}
         position = now.position
         return replace(source, position=None if position is None else lambda: position, copied_exactly=exact)
 
-    def _function(self) -> Metric | None:
-        metric, training = self._metric, self._training
-        if not isinstance(metric, str):
-            return metric
-        assert training is not None
-        return lambda checkpoint: training.metric(checkpoint, metric)
-
     def _usable_metric(self) -> Metric | None:
-        """Return the metric; None, with a warning, if nothing was validated yet.
-
-        Raises CheckpointError in a thread: it would change the random numbers of the training.
-        """
+        """Return the metric; None, with a warning, if nothing was validated yet."""
         if self._metric is None:
             return None
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():  # it would change the training's random numbers
             raise CheckpointError(
                 "a metric cannot be computed while the training goes on: give CheckpointIO no metric, or do not wrap "
                 "it in AsyncCheckpointIO"
             )
-        if isinstance(self._metric, str) and self._training is not None and not self._training.can_validate:
-            self._warn(f"nothing was validated yet, so checkpoints are saved without the metric {self._metric}")
+        if self._logged is not None and self._training is not None and not self._training.can_validate:
+            self._warn(f"nothing was validated yet, so checkpoints are saved without the metric {self._logged}")
             return None
-        return self._function()
+        return self._metric
 
     def _packer(self, metric: Metric | None) -> Packer:
         return Packer(self._quality, metric, self._higher_is_better)
@@ -314,10 +306,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         flatten_whole({"hyper_parameters": checkpoint.get("hyper_parameters", {})}, _ADVICE)
 
     def _weights_and_averages(self, tree: Any) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the names of the tensors that may be quantized as weights, and of those that are averages of weights.
-
-        Lightning's callback ``WeightAveraging`` puts the averages in the place of the weights.
-        """
+        """Return the names of the tensors that may be quantized as weights, and of averages of weights."""
         trained = None if self._training is None else self._training.trained
         parts = dict(dict_items(tree))
 
@@ -328,7 +317,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
 
         if _IN_TRAINING not in parts or "averaging_state" not in parts:
             return names("state_dict"), frozenset()
-        return names(_IN_TRAINING), names("state_dict")
+        return names(_IN_TRAINING), names("state_dict")  # ``WeightAveraging`` puts averages in the place of the weights
 
     def _run(self, folder: Path) -> WritableRun:
         folder = folder.resolve() / RUN_FOLDER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,9 @@ def paths_beside(place: Path) -> list[Path]:
     run = Run(place.parent.resolve() / RUN_FOLDER)
     age = {summary.step: -number for number, summary in enumerate(run.summaries()[0])}
     found: dict[int, Path] = {}
-    for path in sorted(place.parent.iterdir()):
-        with suppress(CheckpointError):
-            pointer = read_pointer(path) if path.is_file() and path.name != place.name else None
-            if pointer is not None and is_of(pointer, run) and pointer.step in age:
-                found.setdefault(pointer.step, path)
+    for pointer in _pointers_to(run, place):
+        if pointer.step in age:
+            found.setdefault(pointer.step, place.with_name(pointer.path.name))
     return [found[step] for step in sorted(found, key=age.__getitem__)]
 
 
@@ -95,16 +94,16 @@ def is_named(run: WritableRun, step: int, but: Path | None = None) -> bool:
     """Whether a tag or a pointer beside the run names a step. but: a pointer that does not count."""
     if any(tag.step == step for tag in tags_of(run)):
         return True
-    for path in run.folder.parent.iterdir():
-        if not path.is_file() or (but is not None and path.name == but.name):
-            continue
-        try:
-            pointer = read_pointer(path)
-        except CheckpointError:
-            continue
-        if pointer is not None and pointer.step == step and is_of(pointer, run):
-            return True
-    return False
+    return any(pointer.step == step for pointer in _pointers_to(run, but))
+
+
+def _pointers_to(run: Run, but: Path | None) -> Iterator[Pointer]:
+    """Yield the pointers beside a run that stand for its checkpoints, by name. but: a pointer that does not count."""
+    for path in sorted(run.folder.parent.iterdir()):
+        with suppress(CheckpointError):
+            pointer = read_pointer(path) if path.is_file() and (but is None or path.name != but.name) else None
+            if pointer is not None and is_of(pointer, run):
+                yield pointer
 
 
 def is_of_tuner(path: str | os.PathLike[str]) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,12 @@ from dynaquant.integrations.versions import check_version
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.training_budget import scaled_by_rate
+from dynaquant.state.plain_objects import leaves
 from dynaquant.training import rng
-from dynaquant.training.first_moments import MomentWindow, corrected_keys, windows_in
+from dynaquant.training.first_moments import corrected_keys, windows_of
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.moment_uses import exact_optimizers
+from dynaquant.training.optimizers import names_of
 
 log = logging.getLogger("dynaquant")
 _MOMENT = re.compile(r"optimizer_states\.(\d+)\.state\.(\d+)\.(\w+)")
@@ -87,30 +88,31 @@ class Training(Callback):  # type: ignore[misc]
     @property
     def scaled_by_rate(self) -> bool:
         """Whether the learning rate alone scales the updates of the Trainer's optimizers, as far as that is known."""
-        return self._trainer is not None and scaled_by_rate(self._trainer.optimizers)
+        return scaled_by_rate(list(self._optimizers.values()))
+
+    @property
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The Trainer's optimizers by name in a checkpoint."""
+        optimizers = [] if self._trainer is None else self._trainer.optimizers
+        return {f"optimizer_states.{number}": optimizer for number, optimizer in enumerate(optimizers)}
 
     def first_tolerances(self, preset: Preset, interval: int | None) -> dict[str, float]:
         """Return the tolerances of first moments by their names in a checkpoint. interval: steps between two saves."""
-        windows: dict[str, MomentWindow] = {}
-        weights: dict[str, str] = {}
+        optimizers = self._optimizers
+        unnamed = {name: names_of(optimizer, {}) for name, optimizer in optimizers.items()}
+        windows = windows_of(optimizers, unnamed, corrected=True)
+        weights = {name: name.rpartition(".")[0] for name in windows}
         tensors: dict[str, Tensor] = {}
-        for number, optimizer in enumerate(self._trainer.optimizers if self._trainer is not None else ()):
-            own, count = f"optimizer_states.{number}.state", itertools.count()
-            keys = [[str(next(count)) for _ in group["params"]] for group in optimizer.param_groups]
-            found = windows_in(optimizer, keys, corrected=True)
-            windows |= {f"{own}.{key}": window for key, window in found.items()}
-            for key, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                moments = {f"{own}.{key}.{slot}": value for slot, value in optimizer.state.get(parameter, {}).items()}
-                moments = {name: moment for name, moment in moments.items() if name in windows}
-                weights |= dict.fromkeys(moments, f"{own}.{key}")
-                tensors |= {**moments, f"{own}.{key}": parameter}
+        for name, optimizer in optimizers.items():
+            for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                own, state = f"{name}.state.{number}", optimizer.state.get(parameter, {})
+                tensors |= {own: parameter, **{f"{own}.{slot}": value for slot, value in state.items()}}
         limits = preset.step_limits
         return bounded_by_weights(tolerances_of(windows, preset, interval), windows, weights, tensors, limits, WHOLE)
 
     def exact_optimizers(self) -> dict[str, str]:
         """Return the optimizers whose moments are stored exactly, by name in a checkpoint, each with the reason."""
-        optimizers = self._trainer.optimizers if self._trainer is not None else ()
-        return exact_optimizers({f"optimizer_states.{number}": each for number, each in enumerate(optimizers)})
+        return exact_optimizers(self._optimizers)
 
     def metric(self, checkpoint: Mapping[str, Any], name: str) -> float:
         """Return the mean over the batches of what ``validation_step`` logs as ``name``, with a checkpoint's weights.
@@ -225,18 +227,9 @@ class Training(Callback):  # type: ignore[misc]
 
 def _copied(module: LightningModule) -> LightningModule:
     """Return a deep copy. What it has gathered, such as losses, or a weight that a hook computes, loses its graph."""
-    memo = {id(found): found.detach().clone() for child in module.modules() for found in _with_graph(vars(child))}
+    gathered = (each for child in module.modules() for each in leaves(vars(child)))
+    memo = {id(each): each.detach().clone() for each in gathered if isinstance(each, Tensor) and not each.is_leaf}
     return copy.deepcopy(module, memo)
-
-
-def _with_graph(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors inside dictionaries and lists that a deep copy would refuse."""
-    if isinstance(value, Tensor):
-        if not value.is_leaf:
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _with_graph(each)
 
 
 def _number(name: str, value: Any) -> float:

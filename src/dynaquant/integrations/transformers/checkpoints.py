@@ -75,8 +75,8 @@ class Checkpoints:
     def training(self, trial: Any) -> Iterator[Path]:
         """Yield the folder of the run. At the end, wait for the last write and release the run."""
         output_dir = Path(self._trainer._get_output_dir(trial))
-        self._run, self._best, self._save_requested = output_dir / RUN_FOLDER, None, False
-        self._has_files = False
+        self._run, self._best = output_dir / RUN_FOLDER, None
+        self._save_requested = self._has_files = False
         try:
             with self._open:
                 yield self._run
@@ -165,7 +165,15 @@ class Checkpoints:
         checkpointer.wait()
         self._tag_best()
         checkpointer.restore(BEST, only="model", strict=self._strict)
-        self._warn_if_quantized()
+        run = Run(self._run)
+        file = open_step_or_tag(run, BEST)
+        if record_of(file).configuration is not None and run.lossless_copy(file) is None:
+            log.warning(
+                "the weights of the best checkpoint, step %d, come back quantized, so their metric differs a little "
+                "from best_metric; dynaquant={'exact': 'best'}, the default, keeps them exactly, but not of a sharded "
+                "model",
+                file.header.step,
+            )
 
     def save(self) -> None:
         """Save, or ask the training loop to save at the end of the step if it is not the loop that calls this.
@@ -265,18 +273,6 @@ class Checkpoints:
             )
         return loss
 
-    def _warn_if_quantized(self) -> None:
-        """Warn if the weights of the best checkpoint are not those whose metric is the best."""
-        run = Run(self._run)
-        file = open_step_or_tag(run, BEST)
-        if record_of(file).configuration is not None and run.lossless_copy(file) is None:
-            log.warning(
-                "the weights of the best checkpoint, step %d, come back quantized, so their metric differs a little "
-                "from best_metric; dynaquant={'exact': 'best'}, the default, keeps them exactly, but not of a sharded "
-                "model",
-                file.header.step,
-            )
-
     @property
     def _keeps_best(self) -> bool:
         """Whether the weights of the best checkpoint are kept exactly."""
@@ -288,10 +284,7 @@ class Checkpoints:
         return self._options.get("strict", True)
 
     def _to_restore(self, step: int) -> str | Collection[str] | None:
-        """Return which objects to restore: as asked for, or what both have if only the model was or is saved.
-
-        None for all.
-        """
+        """Return which objects to restore, None for all: as asked for, or what both have with ``save_only_model``."""
         if (asked := self._options.get("only")) is not None:
             return asked
         stored = dict(dict_items(Run(self._run).file(step).header.tree))
@@ -330,21 +323,16 @@ class StepBoundaries(TrainerCallback):  # type: ignore[misc]  # Transformers is 
         """Find out whether another rank was told to stop."""
         self._checkpoints.agree_on_saving()
 
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Find out whether another rank was told to stop."""
-        self._checkpoints.agree_on_saving()
+    on_epoch_end = on_step_end
 
 
 def _roles(trainer: Any) -> dict[str, str]:
-    """Return roles that leave out the frozen base of a PEFT model, which everybody has.
-
-    Adapters that do not train now are stored. Their parameters have the name of the adapter in their own. So is the
-    original of a module that trains as a whole (``modules_to_save``): that of a new head has random values, which
-    nobody else has.
-    """
+    """Return roles that leave out the frozen base of a PEFT model, which everybody has."""
     adapters = set(getattr(trainer.model, "peft_config", ()))
     if not adapters:
         return {}
+    # Adapters that do not train now are stored: their name is in those of their parameters. So is the original of a
+    # module that trains as a whole (``modules_to_save``): that of a new head has random values, which nobody else has.
     return {
         f"model.{name}": "omit"
         for name, parameter in named_parameters(trainer.model_wrapped)

@@ -41,13 +41,16 @@ def write(trainer: Any, run: Path) -> None:
         if not trainer.is_world_process_zero():
             return
         if names:
-            adapters = {_place(path, made): _names_in(path, names) for path in made.rglob(ADAPTER_WEIGHTS)}
+            adapters = {}
+            for path in made.rglob(ADAPTER_WEIGHTS):
+                folder = path.parent.relative_to(made).as_posix().removeprefix(".")  # empty for ``made`` itself
+                adapters[folder] = _names_in(path, names)
             (made / ADAPTERS).write_text(json.dumps(adapters, indent=1))
         for path in [path for pattern in _WEIGHTS for path in made.rglob(pattern)]:
             path.unlink()
         _leave_out_states(made, run)
-        with atomic_folder(run / FRAMEWORK_FOLDER, replacing=True) as folder:
-            shutil.copytree(made, folder, dirs_exist_ok=True)
+        with atomic_folder(run / FRAMEWORK_FOLDER, replacing=True) as kept:
+            shutil.copytree(made, kept, dirs_exist_ok=True)
 
 
 def _leave_out_states(made: Path, run: Path) -> None:
@@ -75,16 +78,8 @@ def _without_progress_bars() -> Iterator[None]:
             messages.enable_progress_bar()
 
 
-def _place(path: Path, folder: Path) -> str:
-    """Return the sub-folder of a file; empty if it is in the folder itself."""
-    return path.parent.relative_to(folder).as_posix().removeprefix(".")
-
-
 def _names_in(path: Path, names: list[str]) -> dict[str, str]:
-    """Return the name for each key of a file whose tensors are the numbers of names.
-
-    Raises ValueError for a tensor that PEFT has computed.
-    """
+    """Return the name for each key of a file whose tensors are numbers of names. Raises ValueError for another one."""
     found = load_file(path)
     if computed := [key for key, tensor in found.items() if tensor.dtype != torch.int64 or tensor.numel() != 1]:
         raise ValueError(f"PEFT computes {computed[0]} when it saves an adapter")

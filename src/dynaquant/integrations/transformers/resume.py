@@ -87,16 +87,12 @@ def asked_for(resume_from_checkpoint: Any, run: Path) -> Asked | None:
 
 
 def _refuse_newer_beside(run: Path) -> None:
-    """Raise ValueError if Transformers has written a checkpoint of a higher step since the run's newest was saved.
-
-    Nobody but the user knows which training is to go on. If it lay beside the run already when the newest was saved,
-    the run has gone on in spite of it, and goes on again.
-    """
+    """Raise ValueError if Transformers has written a checkpoint of a higher step since the run's newest was saved."""
     order, ordinary = Run(run).steps(), ordinary_checkpoint(run.parent)
     if not order or ordinary is None or ordinary.step <= order[-1]:
         return
     seen = beside_in(Run(run).file(order[-1]))
-    if seen is not None and seen == ordinary.fingerprint:
+    if seen is not None and seen == ordinary.fingerprint:  # the run has gone on in spite of it, and goes on again
         log.warning(
             "going on from step %d of %s, which was saved when %s was there already; to go on from that one, give its "
             "path as resume_from_checkpoint",

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from dynaquant.training.load_state import refill
 from dynaquant.training.objects import GENERATOR, generator_state, set_generator_state
 
 _MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
@@ -50,7 +50,7 @@ class _PlainValues:
     """What is plain in an object, as it is now."""
 
     def __init__(self, thing: Any) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {}  # with the objects themselves: an id may be used again after one is gone
         self._remember_attributes(thing)
 
@@ -69,30 +69,24 @@ class _PlainValues:
     def _remember(self, value: Any) -> None:
         if id(value) in self._seen or isinstance(value, type):
             return
-        if type(value) in _MAPPINGS:
-            self._keep(value, dict(value), value.update)
-            contents: Any = value.values()
-        elif type(value) in _SEQUENCES:
-            self._keep(value, list(value), value.extend)
-            contents = value
-        elif type(value) is set:
-            self._keep(value, set(value), value.update)
-            contents = ()
+        kind = type(value)
+        if kind in (*_MAPPINGS, *_SEQUENCES, set):
+            self._keep(value)
         elif isinstance(value, tuple):
             self._seen[id(value)] = value
-            contents = value
         else:
             self._remember_object(value)
             return
-        for content in list(contents):
-            self._remember(content)
+        if kind is not set:
+            for content in list(value.values() if kind in _MAPPINGS else value):
+                self._remember(content)
 
     def _remember_object(self, value: Any) -> None:
         if isinstance(value, Tensor):
             if value.numel() <= _MOST_ELEMENTS and not value.is_inference():
                 self._seen[id(value)] = value
                 copied, version = value.detach().clone(), value._version
-                self._undo.append(lambda: _fill(value, copied) if value._version != version else None)
+                self._undo.append(lambda: value.detach().copy_(copied) if value._version != version else None)
         elif isinstance(value, GENERATOR):
             self._seen[id(value)] = value
             state = generator_state(value)
@@ -101,13 +95,12 @@ class _PlainValues:
             self._seen[id(value)] = value
             self._remember_attributes(value)
 
-    def _keep(self, value: Any, before: Any, fill: Callable[[Any], Any]) -> None:
-        self._seen[id(value)] = value
+    def _keep(self, value: Any) -> None:
+        self._seen[id(value)], before = value, value.copy()
 
         def undo() -> None:
             if not _same(value, before):
-                value.clear()
-                fill(before)
+                refill(value, before)
 
         self._undo.append(undo)
 
@@ -134,8 +127,3 @@ def _set_attributes(thing: Any, before: dict[str, Any]) -> None:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor, values: Tensor) -> None:
-    tensor.copy_(values)
