@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from dynaquant.ranks.group import Group
 from dynaquant.saving import gradient_alignment, gradient_energy
 from dynaquant.saving.assemble import Assembled, assemble, assemble_on_access
 from dynaquant.saving.compressed import Compressed
-from dynaquant.saving.gradient_energy import GradientEnergy
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import MomentTolerances
@@ -104,26 +103,28 @@ class Compressor:
             if not source.on_access:  # looked up often
                 weights = dict(weights)
             budget, run = self._budget_at(source, memory), self._group.run_reducing
-            energy, alignment = GradientEnergy(), 1.0
-            if self.preset is not None:
-                energy = run(lambda: source.energy(weights))
-                alignment = run(lambda: source.alignment(weights))
-            trust = energy.trust(memory.strongest_gradients)
+            energy = run(lambda: source.energy(weights))
             allowed = self._largest if budget is None else budget.allowed
             # Ranks must come to the same decisions.
-            limits, are_weak = self._group.from_rank_0(
-                (Limits(allowed, last_resort=self._largest, trust=trust * alignment), trust < 1)
+            allowed, largest, trust = self._group.from_rank_0(
+                (allowed, self._largest, energy.trust(memory.strongest_gradients))
             )
-            limit = limits.of_estimate.allowed if self._manager.judges_by_distortion else limits.allowed
+
+            @cache
+            def alignment() -> float:  # only where the estimate decides: it reads all weights and moments
+                return self._group.from_rank_0(run(lambda: source.alignment(weights)))
+
+            limits = Limits(allowed, largest, lambda: trust * alignment())
+            limit = limits.of_estimate().allowed if self._manager.judges_by_distortion else allowed
             last = self._usable_last_weights(limit, memory)
             compared = run(lambda: compare_weights(weights, last, source.untrained, source.hash_of, source.shards))
             bounded = run(lambda: _bounded(source, self.preset))
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
             if decision.judged_by not in (None, "evaluate"):
-                if are_weak:
+                if trust < 1:
                     notes.append(gradient_energy.NOTE)
-                if alignment < 1:
+                if alignment() < 1:
                     notes.append(gradient_alignment.NOTE)
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error
@@ -132,9 +133,8 @@ class Compressor:
             quantized: Mapping[str, Form] = {}
             if decision.configuration is not None:
                 quantized = _together(compared.unchanged, decision.quantized)
-            assembled = self._assembled(
-                source, _together(bounded, quantized), self._tolerances(source, decision, are_weak)
-            )
+            tolerances = self._tolerances(source, decision, are_weak=trust < 1)
+            assembled = self._assembled(source, _together(bounded, quantized), tolerances)
         # A master weight is stored instead of its half-precision weight, and gets that weight's label.
         labels = {**source.labels, **{master: source.labels[name] for name, master in source.master_of.items()}}
         last_limit = limit if not compared.unchanged else memory.last_limit

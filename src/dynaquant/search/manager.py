@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dynaquant.engine.quantize.knobs import Knobs
@@ -27,18 +27,18 @@ log = logging.getLogger("dynaquant")
 class Limits:
     """How much one checkpoint may lose by the metric, relative.
 
-    allowed: of a configuration that is good enough. last_resort: if none is, the best one may lose so much. trust: what
-    both are multiplied by if the estimate decides, at most 1.
+    allowed: of a configuration that is good enough. last_resort: if none is, the best one may lose so much. trust:
+    returns what both are multiplied by if the estimate decides, at most 1. Collective.
     """
 
     allowed: float
     last_resort: float
-    trust: float = 1.0
+    trust: Callable[[], float] = lambda: 1.0
 
-    @property
     def of_estimate(self) -> Limits:
-        """The limits if the estimate decides."""
-        return Limits(self.allowed * self.trust, self.last_resort * self.trust)
+        """Return the limits if the estimate decides. Collective."""
+        trust = self.trust()
+        return Limits(self.allowed * trust, self.last_resort * trust)
 
 
 class ConfigurationManager:
@@ -125,9 +125,9 @@ class _Search:
 
     def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
-        limits, estimate = self.limits.of_estimate, self.prepared.estimate
+        limits, estimate = self.limits.of_estimate(), self.prepared.estimate
         # Where the estimate is trusted less, the weights often are exact. That is said once, not at every save.
-        search = replace(self, limits=limits, quiet=self.limits.trust < 1)
+        search = replace(self, limits=limits, quiet=self.limits.trust() < 1)
         at_once = 1 if self.prepared.quantizer.shards.divided else self.group.size
         trials = search._trials(estimate, limits.allowed, at_once, memory)
         found = search._found(trials, memory)
