@@ -15,13 +15,7 @@ from typing import Any, TypeVar
 
 from dynaquant.errors import EvaluateError
 from dynaquant.ranks.group import Group
-from dynaquant.search.evaluation import (
-    Evaluate,
-    OnBatches,
-    losses_on,
-    mean_of_batches,
-    on_batches,
-)
+from dynaquant.search.evaluation import Evaluate, OnBatches, losses_on, mean_of_batches, on_batches
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge, PairedJudge
 from dynaquant.search.noise import DEVIATIONS, Noise, mean_of_scores
@@ -189,10 +183,7 @@ class UserMetric:
         return _BatchNumbers(tuple(losses), repeats, 1 + len(again) / len(losses))
 
     def _on_all_ranks(self, evaluate: Callable[[], T]) -> tuple[T | None, Exception | None, list[T], bool]:
-        """Evaluate the weights in training on every rank. Collective.
-
-        Returns this rank's result or its error, the results of all ranks, and whether ``evaluate`` communicates.
-        """
+        """Return this rank's result or its error, the results of all ranks, and whether ``evaluate`` communicates."""
         own, error = self._group.run_on_all_ranks(lambda: attempt(evaluate, self._group.will_tell))
         outcomes = self._group.all_gather((own, one_line(error)))
         communicates = self._group.saw_communication()
