@@ -20,8 +20,7 @@ from dynaquant.saving.background import BackgroundWriter
 from dynaquant.saving.division import Division
 from dynaquant.saving.log_to import in_one_line
 from dynaquant.saving.rank_zero import on_rank_zero
-from dynaquant.saving.record import Record, record_of
-from dynaquant.saving.timing import timed
+from dynaquant.saving.record import Record, record_of, timed
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
@@ -88,8 +87,7 @@ class CommitStage:
         If this fails on one rank it fails on all, and the run is as before.
         """
         step, run = checkpoint.step, self._run
-        prepared = on_rank_zero(lambda: (self._parent_for(step), self._make_room(step)), group)
-        parent, notes = prepared or (None, [])
+        parent, notes = on_rank_zero(lambda: self._prepare(step), group) or (None, [])
         draft = group.from_rank_0(on_rank_zero(lambda: run.begin(step, parent, parts=division is not None), group))
         assert draft is not None
         base = self.base if self.base is not None and self.base.parent == draft.parent else None
@@ -122,16 +120,13 @@ class CommitStage:
         beside = base if base is None or base is self._own_base else division.base_of_part(base)
         return write_part(self._run.parts_folder, own, division.boxes(checkpoint.tensors), draft, beside)
 
-    def _make_room(self, step: int) -> list[str]:
-        """Re-code what depends on a checkpoint that is to be replaced, and keep it if it is named. Returns notes."""
-        return prepare_replacement(self._run, step, self._retention) if self._run.path(step).exists() else []
-
-    def _parent_for(self, step: int) -> Parent | None:
-        """Return the last checkpoint if it can be the parent; None if the next checkpoint must be a keyframe."""
-        if self.base is None:
-            return None
-        fits = can_be_parent(self._run, self.base.parent, step, self._retention, self._damaged)
-        return self.base.parent if fits else None
+    def _prepare(self, step: int) -> tuple[Parent | None, list[str]]:
+        """Return the parent of the next checkpoint, None for a keyframe, and notes on the one that it replaces."""
+        parent = None if self.base is None else self.base.parent
+        if parent is not None and not can_be_parent(self._run, parent, step, self._retention, self._damaged):
+            parent = None
+        replaces = self._run.path(step).exists()
+        return parent, prepare_replacement(self._run, step, self._retention) if replaces else []
 
     def _prune(self, step: int) -> list[str]:
         try:

@@ -21,17 +21,16 @@ from dynaquant.methods.named import METHODS
 from dynaquant.options import Quality, check_share
 from dynaquant.ranks.group import Group
 from dynaquant.saving import gradient_alignment, gradient_energy
-from dynaquant.saving.assemble import Assembled, assemble, assemble_on_access
-from dynaquant.saving.compressed import Compressed
+from dynaquant.saving.assemble import Assembled, Compressed, assemble, assemble_on_access
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import MomentTolerances
 from dynaquant.saving.presets import PRESETS, Preset, budget_of, largest_degradation
 from dynaquant.saving.rank_zero import on_rank_zero
+from dynaquant.saving.record import timed
 from dynaquant.saving.source import Source
-from dynaquant.saving.timing import timed
 from dynaquant.saving.training_budget import TrainingBudget
-from dynaquant.saving.unchanged_weights import ComparedWeights, LastWeight, compare_weights
+from dynaquant.saving.unchanged_weights import ComparedWeights, compare_weights
 from dynaquant.search.decision import Decision
 from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.search.metric import UserMetric
@@ -116,7 +115,10 @@ class Compressor:
 
             limits = Limits(allowed, largest, lambda: trust * alignment())
             limit = limits.of_estimate().allowed if self._manager.judges_by_distortion else allowed
-            last = self._usable_last_weights(limit, memory)
+            # Weights of a looser limit are not kept. A budget changes it at every save, so half of it is near enough.
+            last_limit = self._largest if memory.last_limit is None else memory.last_limit
+            usable = limit >= (last_limit if budget is None else last_limit / 2)
+            last = memory.last_weights if usable else {}
             compared = run(lambda: compare_weights(weights, last, source.untrained, source.hash_of, source.shards))
             bounded = run(lambda: _bounded(source, self.preset))
         with timed(seconds, "search"):
@@ -137,13 +139,12 @@ class Compressor:
             assembled = self._assembled(source, _together(bounded, quantized), tolerances)
         # A master weight is stored instead of its half-precision weight, and gets that weight's label.
         labels = {**source.labels, **{master: source.labels[name] for name, master in source.master_of.items()}}
-        last_limit = limit if not compared.unchanged else memory.last_limit
         remembered = replace(
             memory,
             search=decision.memory,
             budget=budget,
             last_weights={},
-            last_limit=last_limit,
+            last_limit=memory.last_limit if compared.unchanged else limit,
             strongest_gradients=energy.strongest(memory.strongest_gradients),
         )
         found = Compressed(assembled, source.division, labels, decision, [*source.notes, *notes], remembered, compared)
@@ -155,15 +156,6 @@ class Compressor:
             return None
         budget = replace(memory.budget, largest=self._largest)
         return budget if source.position is None else budget.at(source.position())
-
-    def _usable_last_weights(self, limit: float, memory: Memory) -> Mapping[str, LastWeight]:
-        """Return the last checkpoint's weights; none if less is allowed now than for them.
-
-        The training's budget changes the limit at every save. So with a budget, half of it is near enough.
-        """
-        last = self._largest if memory.last_limit is None else memory.last_limit
-        least = last / 2 if memory.budget is not None and self._keeps_to_budget else last
-        return {} if limit < least else memory.last_weights
 
     def _decide(
         self,
@@ -211,10 +203,7 @@ class Compressor:
     def _assembled(
         self, source: Source, quantized: Mapping[str, Form], tolerances: MomentTolerances | None
     ) -> Assembled:
-        """Return what this rank writes: rank 0 everything, or of a divided state each rank its part. Collective.
-
-        quantized: all but moments. tolerances: of moments.
-        """
+        """Return what this rank writes: rank 0 everything, or of a divided state each rank its part. Collective."""
 
         def assembled(live: Mapping[str, Tensor], moments: Mapping[str, Form]) -> Assembled:
             forms = _together(quantized, moments)
@@ -241,11 +230,7 @@ class Compressor:
 
 
 def _bounded(source: Source, preset: Preset | None) -> dict[str, BoundedTensor]:
-    """Return the tensors of role ``bound`` and averages of weights, quantized, by name. Collective.
-
-    preset: None stores averages exactly. Extras that are not divided may differ between ranks, so each rank quantizes
-    its own.
-    """
+    """Return the tensors of role ``bound`` and averages of weights, quantized, by name. Collective."""
     tensors, labels, shards = source.tensors, source.labels, source.shards
 
     def quantized(names: Collection[str], shards: Shards) -> dict[str, BoundedTensor]:
@@ -255,7 +240,7 @@ def _bounded(source: Source, preset: Preset | None) -> dict[str, BoundedTensor]:
             bounds |= average_bounds(averages, preset.average_error, shards)
         return quantize_bounded(tensors, bounds, shards.held, shards.reduce)
 
-    def is_alone(name: str) -> bool:
+    def is_alone(name: str) -> bool:  # an extra that is not divided, and so may differ between ranks
         return name.partition(".")[0] not in MAIN and name not in shards.held
 
     together, alone = [n for n in tensors if not is_alone(n)], [n for n in tensors if is_alone(n)]

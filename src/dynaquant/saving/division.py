@@ -167,10 +167,7 @@ def divide(tensors: Mapping[str, Tensor], group: Group) -> Division | None:
 
 
 def _held(names: Sequence[str], tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
-    """Return what this rank holds. Extras may have other tensors than on rank 0, which writes its own.
-
-    Other names that rank 0 does not have are those of tied tensors.
-    """
+    """Return what this rank holds. Extras may have other tensors than on rank 0; tied tensors may have other names."""
     if missing := [name for name in names if name not in tensors and name.partition(".")[0] in MAIN]:
         raise StateError(f"rank {rank} has no {missing[0]}, which rank 0 has; give every rank the whole model")
     return {name: named_shard(name, tensors[name]) for name in names if name in tensors}
@@ -221,10 +218,10 @@ def _holders(held: Mapping[str, Shard], tensors: Mapping[str, Tensor], group: Gr
 
 
 def _check_copies(local: Mapping[str, Tensor], holders: Mapping[str, _Holders], group: Group) -> None:
-    """Raise StateError if ranks of different meshes hold other values of the same elements. Collective.
+    """Raise StateError if ranks of different meshes hold other values of the same elements, by a sample. Collective.
 
-    On one mesh, PyTorch keeps copies equal. On several, as with tensor parallelism inside data parallelism, the
-    training may. A sample of the values is compared. local: what this rank holds of each tensor.
+    On one mesh, PyTorch keeps copies equal. On several, as with tensor parallelism inside data parallelism, it is left
+    to the training.
     """
     apart = {name: each for name, each in holders.items() if len(set(each.meshes)) > 1}
     if not apart:

@@ -51,8 +51,7 @@ def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External
     Raises StateError if one has changed since the last checkpoint, as its new values would be lost.
     """
     found: dict[str, External] = {}
-    omitted_names = captured.omitted
-    for name in (name for name in captured.labels if name in omitted_names):
+    for name in (name for name, label in captured.labels.items() if label.role == "omit"):
         tensor, last = captured.tensors[name], captured.last_external.get(name)
         digest = hashes.of(name, tensor)
         if last is not None and last.file is None and last.hash != digest:

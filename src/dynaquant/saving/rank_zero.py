@@ -11,7 +11,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from dynaquant.errors import CheckpointError
 from dynaquant.ranks.group import Group
-from dynaquant.saving.record import Record, record_without_file
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import chain_lengths
 from dynaquant.store.tags import set_tag, tags_of
@@ -125,14 +123,3 @@ def rng_states_of_other_ranks(objects: Mapping[str, Any], group: Group) -> Tenso
     found = joined(states[1:]) if group.rank == 0 else None
     size = group.from_rank_0(0 if found is None else len(found))
     return torch.zeros(1, dtype=torch.uint8).expand(size) if found is None else found
-
-
-def written_by_rank_zero(
-    step: int, record: dict[str, Any], hand_over: Callable[[], Future[Record]], group: Group
-) -> Future[Record]:
-    """Hand a checkpoint over to the writing thread of rank 0. Other ranks get a record without sizes, at once."""
-    if group.rank == 0:
-        return hand_over()
-    future: Future[Record] = Future()
-    future.set_result(record_without_file(step, record))
-    return future

@@ -112,7 +112,8 @@ class TrainingSource:
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         external = {**in_frozen_files(captured, frozen), **omitted}
         own = {name: tensor for name, tensor in captured.tensors.items() if name not in external}
-        tensors = _where_kernels_run({name: captured.small_on_host[name] for name in own})
+        tensors = {name: captured.small_on_host[name] for name in own}
+        tensors = {n: t if t.is_cpu or kernels.fills(t.device) else t.cpu() for n, t in tensors.items()}
         # Master weights of sharded models are stored beside their half-precision weights.
         sharded, master_of = captured.division is not None, {}
         if not sharded:
@@ -208,10 +209,7 @@ class TrainingSource:
         return {name: statistic for recorder in self._recorders for name, statistic in recorder.recorded.items()}
 
     def _trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that optimizers train in the place of weights: themselves, or their master weights.
-
-        Left out are weights that are no parameters of the model.
-        """
+        """Return the tensors that optimizers train in the place of the model's weights: these or master weights."""
         trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         own = parameters_of(self._model)
         return {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
@@ -229,8 +227,3 @@ class TrainingSource:
     def _recorded_squares(self) -> dict[str, float]:
         statistics = kernels.small_on_host(self._recorded())
         return {name: self._method.mean_square(statistic) for name, statistic in statistics.items()}
-
-
-def _where_kernels_run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; those of devices that kernels do not run on as copies in host memory."""
-    return {n: t if t.is_cpu or kernels.fills(t.device) else t.cpu() for n, t in tensors.items()}
