@@ -16,22 +16,11 @@ from dynaquant.ranks.group import Group
 from dynaquant.saving.capture import Captured
 from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.division import divide
-from dynaquant.saving.frozen_and_omitted import (
-    frozen_parameters,
-    in_frozen_files,
-    note_on_parameters_without_optimizer,
-    omitted_tensors,
-)
+from dynaquant.saving.frozen_and_omitted import frozen_parameters, in_frozen_files, omitted_tensors
 from dynaquant.saving.gradient_alignment import gradient_alignment
 from dynaquant.saving.gradient_energy import GradientEnergy, gradient_energy
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of, weights_of
-from dynaquant.saving.notes import (
-    notes_on_compared_gradients,
-    notes_on_complex,
-    notes_on_exact_copies,
-    notes_on_exact_moments,
-    notes_on_gaps,
-)
+from dynaquant.saving.notes import notes_on_exact_tensors, notes_on_gaps
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
@@ -132,12 +121,7 @@ class TrainingSource:
             windows = windows_of(self._objects, captured.parameters, corrected)
             tolerances, limits = tolerances_of(windows, self._preset, interval), self._preset.step_limits
             tolerances = bounded_by_weights(tolerances, windows, weights_of(windows), own, limits, captured.shards)
-            notes += note_on_parameters_without_optimizer(self._model, frozen)
-            notes += notes_on_exact_moments(captured, self._objects, self._patterns)
-            notes += notes_on_compared_gradients(captured)
-            notes += notes_on_complex(captured, self._objects)
-            uncounted = {*frozen.unchanged, *master_of.values()}
-            notes += notes_on_exact_copies(captured, self._objects, self._patterns, uncounted)
+            notes += notes_on_exact_tensors(captured, self._objects, self._patterns, frozen, master_of.values())
 
         @cache
         def trained() -> dict[str, Tensor]:  # once, as it takes long for many tensors
