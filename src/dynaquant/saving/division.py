@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,13 +272,7 @@ def _writers(tensors: Mapping[str, Tensor], holders: Mapping[str, _Holders], ran
 
 def holds_shards(objects: Mapping[str, Any], group: Group) -> bool:
     """Whether the ranks hold parts of one model. Collective."""
-    own = any(
-        is_sharded(parameter)
-        for thing in objects.values()
-        if isinstance(thing, nn.Module)
-        for parameter in thing.parameters()
-    )
-    return group.size > 1 and any(group.all_gather(own))
+    return group.size > 1 and any(group.all_gather(any(map(is_sharded, _parameters(objects)))))
 
 
 def replicas_of(objects: Mapping[str, Any], group: Group) -> list[list[int]]:
@@ -286,10 +280,8 @@ def replicas_of(objects: Mapping[str, Any], group: Group) -> list[list[int]]:
 
     All ranks are one replica unless all replicas have equally many.
     """
-    models = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
-    own = ranks_of_one_copy(parameter for model in models for parameter in model.parameters())
     everybody = [list(range(group.size))]
-    answers = group.all_gather(own)
+    answers = group.all_gather(ranks_of_one_copy(_parameters(objects)))
     found: list[set[int]] = []
     for rank, ranks in enumerate(answers):
         if ranks is None:
@@ -297,6 +289,10 @@ def replicas_of(objects: Mapping[str, Any], group: Group) -> list[list[int]]:
         joined = {rank, *ranks}.union(*(each for each in found if each & {rank, *ranks}))
         found = [*(each for each in found if not each & joined), joined]
     return sorted(map(sorted, found)) if len(set(map(len, found))) == 1 else everybody
+
+
+def _parameters(objects: Mapping[str, Any]) -> Iterator[nn.Parameter]:
+    return (p for thing in objects.values() if isinstance(thing, nn.Module) for p in thing.parameters())
 
 
 def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group) -> None:
