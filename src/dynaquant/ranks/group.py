@@ -105,6 +105,14 @@ class Group:
             dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
+    def on_rank_0(self, action: Callable[[], T]) -> T | None:
+        """Run an action on rank 0 and return its result there, None on the other ranks. If it fails, all ranks fail."""
+        return self.run_on_all_ranks(lambda: action() if self.rank == 0 else None)
+
+    def made_by_rank_0(self, action: Callable[[], T]) -> T:
+        """Run an action on rank 0 and return its result on every rank. It is pickled. If it fails, all ranks fail."""
+        return self.from_rank_0(self.on_rank_0(action))  # type: ignore[return-value]
+
     def reduce(self, numbers: Numbers) -> Numbers:
         """Return the numbers of all ranks together. Every rank gives and gets as many."""
         if self._group is None:

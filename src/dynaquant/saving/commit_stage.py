@@ -19,7 +19,6 @@ from dynaquant.ranks.group import Group
 from dynaquant.saving.background import BackgroundWriter
 from dynaquant.saving.division import Division
 from dynaquant.saving.log_to import in_one_line
-from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.record import Record, record_of, timed
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Header, Parent
@@ -69,8 +68,7 @@ class CommitStage:
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
             file, notes = self._commit(checkpoint, division, group)
-        found = on_rank_zero(lambda: None if file is None else record_of(file, seconds, notes), group)
-        record = group.from_rank_0(found)
+        record = group.made_by_rank_0(lambda: None if file is None else record_of(file, seconds, notes))
         assert record is not None
         if predicted and not record.keyframe and "weight" in record.roles:
             self.size_factor *= (record.roles["weight"].stored or predicted) / predicted
@@ -87,15 +85,14 @@ class CommitStage:
         If this fails on one rank it fails on all, and the run is as before.
         """
         step, run = checkpoint.step, self._run
-        parent, notes = on_rank_zero(lambda: self._prepare(step), group) or (None, [])
-        draft = group.from_rank_0(on_rank_zero(lambda: run.begin(step, parent, parts=division is not None), group))
-        assert draft is not None
+        parent, notes = group.on_rank_0(lambda: self._prepare(step)) or (None, [])
+        draft = group.made_by_rank_0(lambda: run.begin(step, parent, parts=division is not None))
         base = self.base if self.base is not None and self.base.parent == draft.parent else None
         try:
             part = group.run_on_all_ranks(lambda: self._write_part(checkpoint, division, base, draft))
             gathered = group.gather_to_rank_0(None if part is None else part[0])
             publish = partial(_published, run, draft, checkpoint, base, division, gathered)
-            published = on_rank_zero(publish, group)
+            published = group.on_rank_0(publish)
         except BaseException:
             if group.rank == 0:
                 run.abandon()
@@ -108,7 +105,7 @@ class CommitStage:
             committed = Parent(step, group.from_rank_0("" if file is None else file.header.identity))
             own = Base(committed, {}, {}) if part is None else replace(part[1], parent=committed)
             self.base = self._own_base = own
-        return file, notes + (on_rank_zero(lambda: self._prune(step), group) or [])
+        return file, notes + (group.on_rank_0(lambda: self._prune(step)) or [])
 
     def _write_part(
         self, checkpoint: Checkpoint, division: Division | None, base: Base | None, draft: Header

@@ -26,7 +26,6 @@ from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import MomentTolerances
 from dynaquant.saving.presets import PRESETS, Preset, budget_of, largest_degradation
-from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.record import timed
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingBudget
@@ -221,7 +220,7 @@ class Compressor:
 
         tensors, division = source.tensors, source.division
         if division is None:
-            return on_rank_zero(lambda: assembled(tensors, moments_of(tensors, WHOLE)), self._group) or Assembled()
+            return self._group.on_rank_0(lambda: assembled(tensors, moments_of(tensors, WHOLE))) or Assembled()
         here = {name: tensor for name, tensor in tensors.items() if division.writes(name)}
         own, shards = division.without_copies(tensors)
         moments = self._group.run_reducing(lambda: moments_of(own, shards))

@@ -21,8 +21,6 @@ from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
-from dynaquant.methods.named import METHODS
-from dynaquant.options import Keep, Quality
 from dynaquant.ranks.dtensors import is_sharded, local_of, mesh_of, named_shard, ranks_of_one_copy
 from dynaquant.ranks.group import Group
 from dynaquant.store.layout import Layout, Place, Plan, box_name
@@ -304,18 +302,4 @@ def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group
         raise StateError(
             "the model was sharded after this Checkpointer was made; shard it first, then make the optimizer from its "
             "parameters, then the Checkpointer"
-        )
-
-
-def check_arguments(quality: Quality, keep: Keep, evaluate_average: Any) -> None:
-    """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
-    if not METHODS[method := quality.chosen_method].supports_shards:
-        raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
-    if keep.lossless_copy:
-        raise ValueError(
-            'Keep(lossless_copy=True) is not supported for sharded training; quality="lossless" stores all exactly'
-        )
-    if evaluate_average:
-        raise ValueError(
-            "evaluate_average is not supported for sharded training; without it, averages are stored as the preset says"
         )
