@@ -23,11 +23,11 @@ from dynaquant.options import Deprecated, Every, Keep, Moved, Quality, QualityNa
 from dynaquant.ranks.dtensors import reshard
 from dynaquant.ranks.group import Group
 from dynaquant.restore.restorer import Restorer
-from dynaquant.saving.arguments import check_first_state, check_metric, checked_step
+from dynaquant.saving.arguments import check_first_state, check_for_shards, check_metric, checked_step
 from dynaquant.saving.background import check_process
 from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.compressor import Compressor
-from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
+from dynaquant.saving.division import check_sharded_before, holds_shards, replicas_of
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.log_to import LogTo, logger_of
 from dynaquant.saving.memory import Memory
@@ -133,7 +133,7 @@ class Checkpointer:
         self._group = Group()
         self._sharded = holds_shards(self._objects, self._group)
         if self._sharded:
-            check_arguments(quality, keep, evaluate_average)
+            check_for_shards(quality, keep, evaluate_average)
             self._group.replicas = replicas_of(self._objects, self._group)
         reduce = self._group.reduce if self._group.size > 1 else None
         movement = Movement(every, self._objects, reduce=reduce) if isinstance(every, Moved) else None

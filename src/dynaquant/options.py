@@ -151,8 +151,7 @@ class Moved:
     distance: float
 
     def __post_init__(self) -> None:
-        valid = isinstance(self.distance, Real) and not isinstance(self.distance, bool)
-        if not valid or not 0 < self.distance < math.inf:
+        if not _is_number(self.distance) or not 0 < self.distance < math.inf:
             raise ValueError(f"Moved needs a finite distance above 0, e.g. Moved(0.02) for 2 %, not {self.distance!r}")
 
 
@@ -208,8 +207,7 @@ def check_share(name: str, value: Any, example: float, zero: bool = True) -> Non
     name, example: of the option, for the message. Whoever gives 1 or more means a percentage: with 100 % of the
     metric to lose, nothing of the model needs to be left.
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf or (value == 0 and not zero):
+    if not _is_number(value) or not 0 <= value < math.inf or (value == 0 and not zero):
         least = "of at least 0" if zero else "above 0"
         kind = ", which is text" if isinstance(value, str | bytes) else ""
         raise ValueError(f"{name} must be a finite number {least}, e.g. {example}, not {value!r}{kind}")
@@ -220,9 +218,12 @@ def check_share(name: str, value: Any, example: float, zero: bool = True) -> Non
         )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _check_above_zero(name: str, value: Any, example: str) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if not _is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, e.g. {example}, not {value!r}")
 
 

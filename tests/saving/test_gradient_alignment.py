@@ -1,6 +1,7 @@
 """Whether gradients are strong where weights are large, and what the estimate does where they are not."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import dynaquant as dq
 from dynaquant.engine.shards import WHOLE
+from dynaquant.saving import training_source
 from dynaquant.saving.gradient_alignment import NOTE, gradient_alignment
 from dynaquant.saving.moment_tolerances import SECOND_BESIDE_EXACT
 
@@ -91,3 +93,20 @@ def test_features_of_other_units_do_not_make_moments_finer(tmp_path):
     stored = dq.load(tmp_path)["optimizer"]["state"]["model.0.weight"]["exp_avg_sq"]
     change = ((second / stored).sqrt() - 1).square().mean().sqrt()
     assert SECOND_BESIDE_EXACT < float(change) <= 0.2
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_it_is_measured_only_where_the_estimate_decides(tmp_path, monkeypatch, sees):
+    measured = []
+
+    def noted(*arguments: Any) -> float:
+        measured.append(gradient_alignment(*arguments))
+        return measured[-1]
+
+    monkeypatch.setattr(training_source, "gradient_alignment", noted)
+    fit = Fit(UNITS["other"])
+    fit.train(50)
+    with dq.Checkpointer(tmp_path, fit.model, fit.optimizer, evaluate=fit.held_out if sees else lambda _: 1.0) as ckpt:
+        record = ckpt.save(50).result()
+    assert len(measured) == (0 if sees else 1)
+    assert (NOTE in record.notes) == (not sees)

@@ -136,7 +136,7 @@ def test_frozen_and_tied_weights():
     model["b"].weight = model["a"].weight
     model["frozen"].requires_grad_(False)
     watched = movement_of(model)
-    assert len(watched._reference.parameters) == 3  # one weight, two biases
+    assert len(watched._reference.places) == 3  # one weight, two biases
     model["frozen"].weight.data += 100
     assert watched.distance() == 0
     model["b"].weight.data *= 1.5

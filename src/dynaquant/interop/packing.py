@@ -22,7 +22,7 @@ from dynaquant.interop.whole_state import WholeState
 from dynaquant.methods.named import METHODS
 from dynaquant.options import Quality, QualityName, quality_of
 from dynaquant.ranks.group import Group
-from dynaquant.saving.compressed import Compressed
+from dynaquant.saving.assemble import Compressed
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.presets import PRESETS

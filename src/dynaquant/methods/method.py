@@ -14,7 +14,7 @@ from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.step_limits import StepLimits
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.group import Group
-from dynaquant.search.prepared import PreparedWeights
+from dynaquant.search.manager import PreparedWeights
 from dynaquant.training.gradients import Recorded, Scaling
 
 

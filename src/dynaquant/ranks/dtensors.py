@@ -176,12 +176,17 @@ def tied_keys(tensors: Mapping[K, Any]) -> list[list[K]]:
     return [keys for keys in groups.values() if len(keys) > 1]
 
 
+def _sharded_modules(module: nn.Module) -> list[Any]:
+    """Return the modules that FSDP2 has sharded, outer ones first."""
+    sharded_module = _class("torch.distributed.fsdp", "FSDPModule")
+    return [child for child in module.modules() if isinstance(child, sharded_module)] if sharded_module else []
+
+
 def abandon_forward(module: nn.Module) -> None:
     """Let FSDP2 forget a forward pass that an exception has ended, with the parameters that it has gathered ahead."""
-    sharded_module = _class("torch.distributed.fsdp", "FSDPModule")
     inside: set[nn.Module] = set()
-    for child in module.modules() if sharded_module else ():
-        if isinstance(child, sharded_module) and child not in inside:
+    for child in _sharded_modules(module):
+        if child not in inside:
             inside.update(child.modules())
             if hasattr(child, "reset_iter_state"):  # since PyTorch 2.13
                 child.reset_iter_state()
@@ -192,10 +197,8 @@ def reshard(module: nn.Module) -> None:
 
     Modules keep gathered parameters after a forward pass without a backward pass. This does not communicate.
     """
-    sharded_module = _class("torch.distributed.fsdp", "FSDPModule")
-    for child in module.modules() if sharded_module else ():
-        if isinstance(child, sharded_module):
-            child.reshard()
+    for child in _sharded_modules(module):
+        child.reshard()
 
 
 def holds_unreduced_gradients(module: nn.Module) -> bool:
@@ -203,10 +206,7 @@ def holds_unreduced_gradients(module: nn.Module) -> bool:
 
     They are not in ``parameter.grad``. PyTorch has no public function for this.
     """
-    sharded_module = _class("torch.distributed.fsdp", "FSDPModule")
-    for child in module.modules() if sharded_module else ():
-        if not isinstance(child, sharded_module):
-            continue
+    for child in _sharded_modules(module):
         with suppress(AttributeError, RuntimeError):
             for each in child._get_fsdp_state()._fsdp_param_group.fsdp_params:
                 gathered = getattr(each, "_unsharded_param", None)

@@ -105,6 +105,14 @@ class Group:
             dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
+    def on_rank_0(self, action: Callable[[], T]) -> T | None:
+        """Run an action on rank 0 and return its result there, None on the other ranks. If it fails, all ranks fail."""
+        return self.run_on_all_ranks(lambda: action() if self.rank == 0 else None)
+
+    def made_by_rank_0(self, action: Callable[[], T]) -> T:
+        """Run an action on rank 0 and return its result on every rank. It is pickled. If it fails, all ranks fail."""
+        return self.from_rank_0(self.on_rank_0(action))  # type: ignore[return-value]
+
     def reduce(self, numbers: Numbers) -> Numbers:
         """Return the numbers of all ranks together. Every rank gives and gets as many."""
         if self._group is None:
@@ -186,12 +194,12 @@ class Group:
 
         Like ``run_on_all_ranks``, but no rank waits in ``reduce`` for one that has failed.
         """
-        result, error, others = None, None, False
+        result, error = None, None
         try:
             result = action()
             self._continue(failed=False)
         except _OtherRankFailedError:
-            others = True
+            pass  # ``run_on_all_ranks`` raises for its error
         except Exception as raised:
             error = self.will_tell(raised)
             with suppress(_OtherRankFailedError):
@@ -202,9 +210,7 @@ class Group:
                 raise error
             return result
 
-        found = self.run_on_all_ranks(outcome)
-        assert not others  # then another rank's error was raised
-        return found  # type: ignore[return-value]
+        return self.run_on_all_ranks(outcome)  # type: ignore[return-value]
 
     def _continue(self, failed: bool) -> None:
         """Tell the other ranks whether this one has failed, before each reduction and after the last one."""
@@ -302,12 +308,9 @@ def _in_words(error: Exception) -> str:
 
 
 def _timeout() -> timedelta | None:
-    """Return how long the training's process group waits for a rank; None if it does not say.
-
-    PyTorch has no public function for this.
-    """
+    """Return how long the training's process group waits for a rank; None if it does not say."""
     group: Any = dist.group.WORLD
-    try:
+    try:  # PyTorch has no public function for this
         longest: timedelta = max(group._get_backend(device).options._timeout for device in group._device_types)
         return longest
     except (AttributeError, RuntimeError, ValueError):

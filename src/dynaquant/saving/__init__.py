@@ -24,9 +24,7 @@
 - ``compressor.py``: how each tensor of a source is stored; the stages are the next three files
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
 - ``judged_averages.py``: averages of weights by the metrics that the user gave for them
-- ``assemble.py``: the stored form of every tensor
-- ``compressed.py``: a state as it is to be stored
-- ``timing.py``: seconds of each stage
+- ``assemble.py``: a state as it is to be stored: the form of every tensor
 - ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does
 - ``background.py``: the writing thread
 - ``record.py``: sizes, quality, configuration and time of a save

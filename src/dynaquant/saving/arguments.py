@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from dynaquant.engine.bound import Bound
 from dynaquant.errors import StateError
+from dynaquant.methods.named import METHODS
 from dynaquant.options import Keep, Quality
 from dynaquant.ranks.group import Group
 from dynaquant.state.flatten import flatten
@@ -27,6 +28,20 @@ def check_metric(evaluate: Any, quality: Quality, keep: Keep) -> None:
         raise ValueError(
             "Keep(best=…) needs a metric that every save evaluates: give evaluate, and a quality other than "
             "'lossless'; otherwise tag the best checkpoints, which retention keeps (Checkpointer.tag)"
+        )
+
+
+def check_for_shards(quality: Quality, keep: Keep, evaluate_average: Any) -> None:
+    """Raise ValueError for what sharded training does not support."""
+    if not METHODS[method := quality.chosen_method].supports_shards:
+        raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
+    if keep.lossless_copy:
+        raise ValueError(
+            'Keep(lossless_copy=True) is not supported for sharded training; quality="lossless" stores all exactly'
+        )
+    if evaluate_average:
+        raise ValueError(
+            "evaluate_average is not supported for sharded training; without it, averages are stored as the preset says"
         )
 
 

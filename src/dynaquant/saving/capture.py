@@ -39,10 +39,10 @@ class Captured:
     that are divided. small_on_host: the same, but small ones of devices are copies in host memory. parameters: names of
     every optimizer's parameters, by group (``parameter_names``). last_hashes: hashes of the tensors of the last
     checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of frozen parameters. Both
-    are empty if there is no last checkpoint. division: of the tensors among the ranks; None if every rank holds all of
-    them. exact_optimizers: names of those whose moments are stored exactly, each with the reason. untrained: names of
-    the parameters that do not train. compared: of those that ``compared_across_steps`` returns. differences: what
-    differs between ranks. notes: for the record, each of which is also a warning.
+    are empty if there is no last checkpoint, or if the state is divided. division: of the tensors among the ranks; None
+    if every rank holds all of them. exact_optimizers: names of those whose moments are stored exactly, each with the
+    reason. untrained: names of the parameters that do not train. compared: of those that ``compared_across_steps``
+    returns. differences: what differs between ranks. notes: for the record, each of which is also a warning.
     """
 
     tree: Any
@@ -63,11 +63,6 @@ class Captured:
     def shards(self) -> Shards:
         """The shards that the tensors are."""
         return WHOLE if self.division is None else self.division.shards
-
-    @property
-    def omitted(self) -> set[str]:
-        """Names of the tensors that are not stored."""
-        return _omitted(self.labels)
 
 
 def capture(
@@ -91,7 +86,6 @@ def capture(
     Raises StateError for a state that cannot be stored.
     """
     other_ranks = rng_states_of_other_ranks(objects, group)
-
     reshard(models_of(objects))
 
     def collected() -> tuple[Any, dict[str, Tensor], dict[str, list[list[str]]]]:
@@ -100,70 +94,42 @@ def capture(
 
     tree, tensors, parameters = group.run_on_all_ranks(collected)
     division = divide(tensors, group)
-    local: Mapping[str, Tensor]
-    if division is not None:
-        local = division.local
-    else:  # a mesh may have one process; plain tensors are detached already
-        local = {name: local_of(tensor) if is_sharded(tensor) else tensor for name, tensor in tensors.items()}
+    # A mesh may have one process. Plain tensors are detached already.
+    here = {name: local_of(tensor) if is_sharded(tensor) else tensor for name, tensor in tensors.items()}
+    local = here if division is None else division.local  # a rank may hold more than rank 0 does
     # Ranks must come to the same roles; the steps that find them out are made on all, as they may communicate.
     exact = group.from_rank_0(exact_optimizers(objects))
     updated = group.from_rank_0(updated)
     idle = group.run_on_all_ranks(lambda: untrained(objects, updated))
     compared = group.run_on_all_ranks(lambda: compared_across_steps(objects))
     label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact, idle, compared))
-    omitted = _omitted(label_of)
-    if division is not None:
-        _refuse_omitted(omitted)
+    omitted = {name for name, label in label_of.items() if label.role == "omit"}
+    if omitted and division is not None:
+        raise StateError(
+            f"{min(omitted)} has role 'omit', which sharded training does not support yet; without the role, what does "
+            "not change takes no space in the next checkpoints"
+        )
     tree = without_tensors(tree, omitted) if omitted else tree
     left_out = {*omitted, *rank_0_only, *(division.shards.held if division is not None else ())}
-    # A rank may hold more than rank 0 does.
-    here = local if division is None else {name: local_of(tensor) for name, tensor in tensors.items()}
     differences = find_differences(tree, here, left_out, objects, differed, group)
     notes = [*differences.note(label_of), *notes_on_inner_optimizers(objects)]
     label_of = differences.exact(label_of)
     if differences.ranks:
         tree = with_ranks(tree, differences.ranks)
     small_on_host = group.run_on_all_ranks(lambda: kernels.small_on_host(local))
-    if division is not None:
-        return Captured(
-            tree,
-            local,
-            small_on_host,
-            label_of,
-            parameters,
-            {},
-            {},
-            division,
-            exact,
-            idle,
-            compared,
-            differences,
-            notes,
-        )
+    last = base if division is None else None
     return Captured(
         tree,
         local,
         small_on_host,
         label_of,
         parameters,
-        last_hashes={} if base is None else base.hashes,
-        last_external={} if base is None else run.frozen_files.available(base.tensors),
+        last_hashes={} if last is None else last.hashes,
+        last_external={} if last is None else run.frozen_files.available(last.tensors),
+        division=division,
         exact_optimizers=exact,
         untrained=idle,
         compared=compared,
         differences=differences,
         notes=notes,
     )
-
-
-def _refuse_omitted(omitted: Collection[str]) -> None:
-    """Raise StateError if tensors of a state that is divided are omitted."""
-    if omitted:
-        raise StateError(
-            f"{min(omitted)} has role 'omit', which sharded training does not support yet; without the role, what does "
-            "not change takes no space in the next checkpoints"
-        )
-
-
-def _omitted(label_of: Mapping[str, Label]) -> set[str]:
-    return {name for name, label in label_of.items() if label.role == "omit"}

@@ -19,9 +19,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.saving.background import BackgroundWriter
 from dynaquant.saving.division import Division
 from dynaquant.saving.log_to import in_one_line
-from dynaquant.saving.rank_zero import on_rank_zero
-from dynaquant.saving.record import Record, record_of
-from dynaquant.saving.timing import timed
+from dynaquant.saving.record import Record, record_of, timed
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
@@ -70,8 +68,7 @@ class CommitStage:
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
             file, notes = self._commit(checkpoint, division, group)
-        found = on_rank_zero(lambda: None if file is None else record_of(file, seconds, notes), group)
-        record = group.from_rank_0(found)
+        record = group.made_by_rank_0(lambda: None if file is None else record_of(file, seconds, notes))
         assert record is not None
         if predicted and not record.keyframe and "weight" in record.roles:
             self.size_factor *= (record.roles["weight"].stored or predicted) / predicted
@@ -88,16 +85,14 @@ class CommitStage:
         If this fails on one rank it fails on all, and the run is as before.
         """
         step, run = checkpoint.step, self._run
-        prepared = on_rank_zero(lambda: (self._parent_for(step), self._make_room(step)), group)
-        parent, notes = prepared or (None, [])
-        draft = group.from_rank_0(on_rank_zero(lambda: run.begin(step, parent, parts=division is not None), group))
-        assert draft is not None
+        parent, notes = group.on_rank_0(lambda: self._prepare(step)) or (None, [])
+        draft = group.made_by_rank_0(lambda: run.begin(step, parent, parts=division is not None))
         base = self.base if self.base is not None and self.base.parent == draft.parent else None
         try:
             part = group.run_on_all_ranks(lambda: self._write_part(checkpoint, division, base, draft))
             gathered = group.gather_to_rank_0(None if part is None else part[0])
             publish = partial(_published, run, draft, checkpoint, base, division, gathered)
-            published = on_rank_zero(publish, group)
+            published = group.on_rank_0(publish)
         except BaseException:
             if group.rank == 0:
                 run.abandon()
@@ -110,7 +105,7 @@ class CommitStage:
             committed = Parent(step, group.from_rank_0("" if file is None else file.header.identity))
             own = Base(committed, {}, {}) if part is None else replace(part[1], parent=committed)
             self.base = self._own_base = own
-        return file, notes + (on_rank_zero(lambda: self._prune(step), group) or [])
+        return file, notes + (group.on_rank_0(lambda: self._prune(step)) or [])
 
     def _write_part(
         self, checkpoint: Checkpoint, division: Division | None, base: Base | None, draft: Header
@@ -122,16 +117,13 @@ class CommitStage:
         beside = base if base is None or base is self._own_base else division.base_of_part(base)
         return write_part(self._run.parts_folder, own, division.boxes(checkpoint.tensors), draft, beside)
 
-    def _make_room(self, step: int) -> list[str]:
-        """Re-code what depends on a checkpoint that is to be replaced, and keep it if it is named. Returns notes."""
-        return prepare_replacement(self._run, step, self._retention) if self._run.path(step).exists() else []
-
-    def _parent_for(self, step: int) -> Parent | None:
-        """Return the last checkpoint if it can be the parent; None if the next checkpoint must be a keyframe."""
-        if self.base is None:
-            return None
-        fits = can_be_parent(self._run, self.base.parent, step, self._retention, self._damaged)
-        return self.base.parent if fits else None
+    def _prepare(self, step: int) -> tuple[Parent | None, list[str]]:
+        """Return the parent of the next checkpoint, None for a keyframe, and notes on the one that it replaces."""
+        parent = None if self.base is None else self.base.parent
+        if parent is not None and not can_be_parent(self._run, parent, step, self._retention, self._damaged):
+            parent = None
+        replaces = self._run.path(step).exists()
+        return parent, prepare_replacement(self._run, step, self._retention) if replaces else []
 
     def _prune(self, step: int) -> list[str]:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -21,18 +21,15 @@ from dynaquant.methods.named import METHODS
 from dynaquant.options import Quality, check_share
 from dynaquant.ranks.group import Group
 from dynaquant.saving import gradient_alignment, gradient_energy
-from dynaquant.saving.assemble import Assembled, assemble, assemble_on_access
-from dynaquant.saving.compressed import Compressed
-from dynaquant.saving.gradient_energy import GradientEnergy
+from dynaquant.saving.assemble import Assembled, Compressed, assemble, assemble_on_access
 from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import MomentTolerances
 from dynaquant.saving.presets import PRESETS, Preset, budget_of, largest_degradation
-from dynaquant.saving.rank_zero import on_rank_zero
+from dynaquant.saving.record import timed
 from dynaquant.saving.source import Source
-from dynaquant.saving.timing import timed
 from dynaquant.saving.training_budget import TrainingBudget
-from dynaquant.saving.unchanged_weights import ComparedWeights, LastWeight, compare_weights
+from dynaquant.saving.unchanged_weights import ComparedWeights, compare_weights
 from dynaquant.search.decision import Decision
 from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.search.metric import UserMetric
@@ -104,26 +101,31 @@ class Compressor:
             if not source.on_access:  # looked up often
                 weights = dict(weights)
             budget, run = self._budget_at(source, memory), self._group.run_reducing
-            energy, alignment = GradientEnergy(), 1.0
-            if self.preset is not None:
-                energy = run(lambda: source.energy(weights))
-                alignment = run(lambda: source.alignment(weights))
-            trust = energy.trust(memory.strongest_gradients)
+            energy = run(lambda: source.energy(weights))
             allowed = self._largest if budget is None else budget.allowed
             # Ranks must come to the same decisions.
-            limits, are_weak = self._group.from_rank_0(
-                (Limits(allowed, last_resort=self._largest, trust=trust * alignment), trust < 1)
+            allowed, largest, trust = self._group.from_rank_0(
+                (allowed, self._largest, energy.trust(memory.strongest_gradients))
             )
-            limit = limits.of_estimate.allowed if self._manager.judges_by_distortion else limits.allowed
-            last = self._usable_last_weights(limit, memory)
+
+            @cache
+            def alignment() -> float:  # only where the estimate decides: it reads all weights and moments
+                return self._group.from_rank_0(run(lambda: source.alignment(weights)))
+
+            limits = Limits(allowed, largest, lambda: trust * alignment())
+            limit = limits.of_estimate().allowed if self._manager.judges_by_distortion else allowed
+            # Weights of a looser limit are not kept. A budget changes it at every save, so half of it is near enough.
+            last_limit = self._largest if memory.last_limit is None else memory.last_limit
+            usable = limit >= (last_limit if budget is None else last_limit / 2)
+            last = memory.last_weights if usable else {}
             compared = run(lambda: compare_weights(weights, last, source.untrained, source.hash_of, source.shards))
             bounded = run(lambda: _bounded(source, self.preset))
         with timed(seconds, "search"):
             decision, notes = self._decide(source, memory, limits, size_factor, compared, bounded)
             if decision.judged_by not in (None, "evaluate"):
-                if are_weak:
+                if trust < 1:
                     notes.append(gradient_energy.NOTE)
-                if alignment < 1:
+                if alignment() < 1:
                     notes.append(gradient_alignment.NOTE)
             if self._averages is not None and self.preset is not None:
                 error = self.preset.average_error
@@ -132,18 +134,16 @@ class Compressor:
             quantized: Mapping[str, Form] = {}
             if decision.configuration is not None:
                 quantized = _together(compared.unchanged, decision.quantized)
-            assembled = self._assembled(
-                source, _together(bounded, quantized), self._tolerances(source, decision, are_weak)
-            )
+            tolerances = self._tolerances(source, decision, are_weak=trust < 1)
+            assembled = self._assembled(source, _together(bounded, quantized), tolerances)
         # A master weight is stored instead of its half-precision weight, and gets that weight's label.
         labels = {**source.labels, **{master: source.labels[name] for name, master in source.master_of.items()}}
-        last_limit = limit if not compared.unchanged else memory.last_limit
         remembered = replace(
             memory,
             search=decision.memory,
             budget=budget,
             last_weights={},
-            last_limit=last_limit,
+            last_limit=memory.last_limit if compared.unchanged else limit,
             strongest_gradients=energy.strongest(memory.strongest_gradients),
         )
         found = Compressed(assembled, source.division, labels, decision, [*source.notes, *notes], remembered, compared)
@@ -155,15 +155,6 @@ class Compressor:
             return None
         budget = replace(memory.budget, largest=self._largest)
         return budget if source.position is None else budget.at(source.position())
-
-    def _usable_last_weights(self, limit: float, memory: Memory) -> Mapping[str, LastWeight]:
-        """Return the last checkpoint's weights; none if less is allowed now than for them.
-
-        The training's budget changes the limit at every save. So with a budget, half of it is near enough.
-        """
-        last = self._largest if memory.last_limit is None else memory.last_limit
-        least = last / 2 if memory.budget is not None and self._keeps_to_budget else last
-        return {} if limit < least else memory.last_weights
 
     def _decide(
         self,
@@ -211,10 +202,7 @@ class Compressor:
     def _assembled(
         self, source: Source, quantized: Mapping[str, Form], tolerances: MomentTolerances | None
     ) -> Assembled:
-        """Return what this rank writes: rank 0 everything, or of a divided state each rank its part. Collective.
-
-        quantized: all but moments. tolerances: of moments.
-        """
+        """Return what this rank writes: rank 0 everything, or of a divided state each rank its part. Collective."""
 
         def assembled(live: Mapping[str, Tensor], moments: Mapping[str, Form]) -> Assembled:
             forms = _together(quantized, moments)
@@ -230,7 +218,7 @@ class Compressor:
 
         tensors, division = source.tensors, source.division
         if division is None:
-            return on_rank_zero(lambda: assembled(tensors, moments_of(tensors, WHOLE)), self._group) or Assembled()
+            return self._group.on_rank_0(lambda: assembled(tensors, moments_of(tensors, WHOLE))) or Assembled()
         here = {name: tensor for name, tensor in tensors.items() if division.writes(name)}
         own, shards = division.without_copies(tensors)
         moments = self._group.run_reducing(lambda: moments_of(own, shards))
@@ -239,11 +227,7 @@ class Compressor:
 
 
 def _bounded(source: Source, preset: Preset | None) -> dict[str, BoundedTensor]:
-    """Return the tensors of role ``bound`` and averages of weights, quantized, by name. Collective.
-
-    preset: None stores averages exactly. Extras that are not divided may differ between ranks, so each rank quantizes
-    its own.
-    """
+    """Return the tensors of role ``bound`` and averages of weights, quantized, by name. Collective."""
     tensors, labels, shards = source.tensors, source.labels, source.shards
 
     def quantized(names: Collection[str], shards: Shards) -> dict[str, BoundedTensor]:
@@ -253,7 +237,7 @@ def _bounded(source: Source, preset: Preset | None) -> dict[str, BoundedTensor]:
             bounds |= average_bounds(averages, preset.average_error, shards)
         return quantize_bounded(tensors, bounds, shards)
 
-    def is_alone(name: str) -> bool:
+    def is_alone(name: str) -> bool:  # an extra that is not divided, and so may differ between ranks
         return name.partition(".")[0] not in MAIN and name not in shards.held
 
     together, alone = [n for n in tensors if not is_alone(n)], [n for n in tensors if is_alone(n)]

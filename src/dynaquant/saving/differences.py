@@ -24,8 +24,7 @@ from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.ranks.group import Group
-from dynaquant.saving.assemble import copied
-from dynaquant.saving.compressed import Compressed
+from dynaquant.saving.assemble import Compressed, copied
 from dynaquant.saving.division import Division, Writers
 from dynaquant.state.of_ranks import OfRank, stored_name
 from dynaquant.state.tree import dict_items, renamed, tensor_names_in

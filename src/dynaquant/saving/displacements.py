@@ -29,7 +29,7 @@ PER_OCTAVE = 4
 
 @dataclass(eq=False)
 class Displacements:
-    """The displacements of a model's parameters since the training began.
+    """The displacements of a model's parameters since the training began; by default, of no parameters.
 
     Begins with the present values, and goes on from those of a record: what lies before and after a restore is added
     as if at right angles.
@@ -38,19 +38,14 @@ class Displacements:
     name, before the last restore.
     """
 
-    model: nn.Module
-    reference: Mapping[str, NDArray[np.float64]]
+    model: nn.Module = field(default_factory=nn.Module)
+    reference: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     earlier: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_here(cls, model: nn.Module) -> Displacements:
         """Return the displacements of a training that begins with the present values."""
         return cls(model, sampled_values(_parameters(model), SAMPLE))
-
-    @classmethod
-    def of_nothing(cls) -> Displacements:
-        """Return the displacements of no parameters, for a state without a live model."""
-        return cls(nn.Module(), {})
 
     def begin_here(self) -> None:
         """Take the present values as the reference: pretrained weights may have been loaded since the constructor."""
@@ -91,13 +86,11 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 def _squares(
     now: Mapping[str, NDArray[np.float64]], before: Mapping[str, NDArray[np.float64]]
 ) -> dict[str, list[float]]:
-    """Return the sum of squared changes of each sample, and the number of values that it adds up. Samples have values.
-
-    Those of all parameters are one array: a model may have ten thousand.
-    """
+    """Return the sum of squared changes of each sample, and the number of values that it adds up."""
     names = [name for name, values in now.items() if name in before and before[name].shape == values.shape]
     if not names:
         return {}
+    # One array for all: a model may have ten thousand parameters.
     begins = np.cumsum([0, *(len(now[name]) for name in names[:-1])])
     with np.errstate(invalid="ignore", over="ignore"):  # infinite values
         changed = np.square(np.concatenate([now[n] for n in names]) - np.concatenate([before[n] for n in names]))

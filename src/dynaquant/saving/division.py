@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
-from dynaquant.methods.named import METHODS
-from dynaquant.options import Keep, Quality
 from dynaquant.ranks.dtensors import is_sharded, local_of, mesh_of, named_shard, ranks_of_one_copy
 from dynaquant.ranks.group import Group
 from dynaquant.store.layout import Layout, Place, Plan, box_name
@@ -167,10 +165,7 @@ def divide(tensors: Mapping[str, Tensor], group: Group) -> Division | None:
 
 
 def _held(names: Sequence[str], tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
-    """Return what this rank holds. Extras may have other tensors than on rank 0, which writes its own.
-
-    Other names that rank 0 does not have are those of tied tensors.
-    """
+    """Return what this rank holds. Extras may have other tensors than on rank 0; tied tensors may have other names."""
     if missing := [name for name in names if name not in tensors and name.partition(".")[0] in MAIN]:
         raise StateError(f"rank {rank} has no {missing[0]}, which rank 0 has; give every rank the whole model")
     return {name: named_shard(name, tensors[name]) for name in names if name in tensors}
@@ -221,10 +216,10 @@ def _holders(held: Mapping[str, Shard], tensors: Mapping[str, Tensor], group: Gr
 
 
 def _check_copies(local: Mapping[str, Tensor], holders: Mapping[str, _Holders], group: Group) -> None:
-    """Raise StateError if ranks of different meshes hold other values of the same elements. Collective.
+    """Raise StateError if ranks of different meshes hold other values of the same elements, by a sample. Collective.
 
-    On one mesh, PyTorch keeps copies equal. On several, as with tensor parallelism inside data parallelism, the
-    training may. A sample of the values is compared. local: what this rank holds of each tensor.
+    On one mesh, PyTorch keeps copies equal. On several, as with tensor parallelism inside data parallelism, it is left
+    to the training.
     """
     apart = {name: each for name, each in holders.items() if len(set(each.meshes)) > 1}
     if not apart:
@@ -275,13 +270,7 @@ def _writers(tensors: Mapping[str, Tensor], holders: Mapping[str, _Holders], ran
 
 def holds_shards(objects: Mapping[str, Any], group: Group) -> bool:
     """Whether the ranks hold parts of one model. Collective."""
-    own = any(
-        is_sharded(parameter)
-        for thing in objects.values()
-        if isinstance(thing, nn.Module)
-        for parameter in thing.parameters()
-    )
-    return group.size > 1 and any(group.all_gather(own))
+    return group.size > 1 and any(group.all_gather(any(map(is_sharded, _parameters(objects)))))
 
 
 def replicas_of(objects: Mapping[str, Any], group: Group) -> list[list[int]]:
@@ -289,10 +278,8 @@ def replicas_of(objects: Mapping[str, Any], group: Group) -> list[list[int]]:
 
     All ranks are one replica unless all replicas have equally many.
     """
-    models = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
-    own = ranks_of_one_copy(parameter for model in models for parameter in model.parameters())
     everybody = [list(range(group.size))]
-    answers = group.all_gather(own)
+    answers = group.all_gather(ranks_of_one_copy(_parameters(objects)))
     found: list[set[int]] = []
     for rank, ranks in enumerate(answers):
         if ranks is None:
@@ -300,6 +287,10 @@ def replicas_of(objects: Mapping[str, Any], group: Group) -> list[list[int]]:
         joined = {rank, *ranks}.union(*(each for each in found if each & {rank, *ranks}))
         found = [*(each for each in found if not each & joined), joined]
     return sorted(map(sorted, found)) if len(set(map(len, found))) == 1 else everybody
+
+
+def _parameters(objects: Mapping[str, Any]) -> Iterator[nn.Parameter]:
+    return (p for thing in objects.values() if isinstance(thing, nn.Module) for p in thing.parameters())
 
 
 def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group) -> None:
@@ -311,18 +302,4 @@ def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group
         raise StateError(
             "the model was sharded after this Checkpointer was made; shard it first, then make the optimizer from its "
             "parameters, then the Checkpointer"
-        )
-
-
-def check_arguments(quality: Quality, keep: Keep, evaluate_average: Any) -> None:
-    """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
-    if not METHODS[method := quality.chosen_method].supports_shards:
-        raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
-    if keep.lossless_copy:
-        raise ValueError(
-            'Keep(lossless_copy=True) is not supported for sharded training; quality="lossless" stores all exactly'
-        )
-    if evaluate_average:
-        raise ValueError(
-            "evaluate_average is not supported for sharded training; without it, averages are stored as the preset says"
         )

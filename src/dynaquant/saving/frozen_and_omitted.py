@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from dynaquant.engine.forms.external import External, omitted
 from dynaquant.errors import StateError
 from dynaquant.saving.capture import Captured
 from dynaquant.state.subclasses import owner_of
 from dynaquant.training.hash_cache import HashCache
-from dynaquant.training.objects import parameters_of
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,7 @@ def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External
     Raises StateError if one has changed since the last checkpoint, as its new values would be lost.
     """
     found: dict[str, External] = {}
-    omitted_names = captured.omitted
-    for name in (name for name in captured.labels if name in omitted_names):
+    for name in (name for name, label in captured.labels.items() if label.role == "omit"):
         tensor, last = captured.tensors[name], captured.last_external.get(name)
         digest = hashes.of(name, tensor)
         if last is not None and last.file is None and last.hash != digest:
@@ -62,11 +58,3 @@ def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External
             )
         found[name] = omitted(name, tensor.dtype, tensor.shape, digest)
     return found
-
-
-def note_on_parameters_without_optimizer(model: nn.Module, frozen: FrozenParameters) -> list[str]:
-    """Return a note if parameters with ``requires_grad`` are stored exactly, which a user might not expect."""
-    trainable = [name for name, parameter in parameters_of(model).items() if parameter.requires_grad]
-    if idle := [name for name in trainable if name in frozen.names]:
-        return [f"{len(idle)} parameters are in no optimizer and therefore stored exactly, such as {idle[0]}"]
-    return []

@@ -44,7 +44,7 @@ class Memory:
     noted: notes that were logged. strongest_gradients: the largest energy that they have had (``GradientEnergy``).
     """
 
-    displacements: Displacements = field(default_factory=Displacements.of_nothing)
+    displacements: Displacements = field(default_factory=Displacements)
     schedule: Schedule = field(default_factory=lambda: Schedule(None))
     search: SearchMemory = field(default_factory=SearchMemory)
     budget: TrainingBudget | None = None

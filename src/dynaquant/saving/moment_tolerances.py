@@ -79,8 +79,8 @@ def bounded_by_weights(
         name: window.reach
         for name, window in windows.items()
         if window.reach is not None and tolerances.get(name, DROPPED) < DROPPED
+        if name in tensors and weights.get(name) in tensors
     }
-    reach = {name: steps for name, steps in reach.items() if name in tensors and weights.get(name) in tensors}
     sizes = _sizes({name: tensors[name] for name in {*reach, *(weights[name] for name in reach)}}, shards)
     found = dict(tolerances)
     for name, steps in reach.items():

@@ -32,32 +32,26 @@ APPROACH = 0.8
 
 
 @dataclass(frozen=True)
-class _SampledParameter:
-    """A sampled parameter: where it is in its module, and its shape."""
+class _Place:
+    """Where a parameter is in its module, and its shape."""
 
     module: nn.Module
     key: str
     shape: torch.Size
 
-    def present(self) -> Tensor | None:
-        """Return the parameter that is there now; None if there is none of this shape."""
-        parameter = self.module._parameters.get(self.key)
-        return local_of(parameter) if parameter is not None and parameter.shape == self.shape else None
-
 
 @dataclass(frozen=True)
 class _SampledWeights:
-    """A sample of the weights, by name: parameters, values, and what the square of a value of each counts."""
+    """A sample of the weights, by name: places, values, and what the square of a value of each counts."""
 
-    parameters: Mapping[str, _SampledParameter]
+    places: Mapping[str, _Place]
     values: Mapping[str, NDArray[np.float64]]
     factors: Mapping[str, float]
 
     @property
     def present(self) -> dict[str, NDArray[np.float64]]:
         """The values of the same places now, without parameters that are gone or have another shape."""
-        present = {name: each.present() for name, each in self.parameters.items()}
-        return _values({name: _sample(p, len(self.values[name])) for name, p in present.items() if p is not None})
+        return _values({name: _sample(p, len(self.values[name])) for name, p in _present(self.places).items()})
 
 
 class Movement:
@@ -130,8 +124,8 @@ class Movement:
         return math.sqrt(moved / size) if size > 0 else math.inf
 
     def _sampled(self, mean_squares: Mapping[str, float]) -> _SampledWeights:
-        parameters = self._parameters()
-        weights = {name: local_of(parameter) for name, (_, _, parameter) in parameters.items()}
+        places = self._places()
+        weights = _present(places)
         whole = max(sum(weight.numel() for weight in weights.values()), 1)
         values = _values(
             {name: _sample(p, min(max(SAMPLE * p.numel() // whole, FEWEST), MOST)) for name, p in weights.items()}
@@ -140,19 +134,24 @@ class Movement:
         squares = {name: sizes[name] * _mean_square(values[name]) for name in weights}
         effective = effective_mean_squares(sizes, squares, mean_squares)
         factors = {name: effective[name] * sizes[name] / max(len(values[name]), 1) for name in weights}
-        sampled = {name: _SampledParameter(module, key, p.shape) for name, (module, key, p) in parameters.items()}
-        return _SampledWeights(sampled, values, factors)
+        return _SampledWeights(places, values, factors)
 
-    def _parameters(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
-        """Return the weights that train by name in the state, each after the module and key of its first place."""
+    def _places(self) -> dict[str, _Place]:
+        """Return the first place of each weight that trains, by name in the state."""
         model, fixed = models_of(self._objects), untrained(self._objects)
         names = {id(p): name for name, p in parameters_of(model).items()}
-        found: dict[str, tuple[nn.Module, str, Tensor]] = {}
+        found: dict[str, _Place] = {}
         for module in model.modules():
             for key, p in module._parameters.items():
                 if p is not None and p.is_floating_point() and is_strided(p) and p.numel():
-                    found.setdefault(names[id(p)], (module, key, p))
+                    found.setdefault(names[id(p)], _Place(module, key, p.shape))
         return {name: place for name, place in found.items() if name not in fixed}
+
+
+def _present(places: Mapping[str, _Place]) -> dict[str, Tensor]:
+    """Return what this rank holds of the parameters that are in these places now, in the same shapes."""
+    present = {name: place.module._parameters.get(place.key) for name, place in places.items()}
+    return {n: local_of(p) for n, p in present.items() if p is not None and p.shape == places[n].shape}
 
 
 def sampled_values(parameters: Mapping[str, Tensor], size: int) -> dict[str, NDArray[np.float64]]:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
 from dynaquant.ranks.group import Group
-from dynaquant.saving.record import Record, record_without_file
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import chain_lengths
 from dynaquant.store.tags import set_tag, tags_of
@@ -29,18 +27,9 @@ from dynaquant.training.collect import rank_rng_state
 from dynaquant.training.packed import joined, packed
 
 log = logging.getLogger("dynaquant")
-T = TypeVar("T")
 
 SECONDS_TO_APPEAR = 3.0
 """How long a rank looks for a file that rank 0 has just written."""
-
-
-def on_rank_zero(action: Callable[[], T], group: Group) -> T | None:
-    """Run an action on rank 0 and return its result there, None on the other ranks. Collective.
-
-    If the action fails, every rank raises an error.
-    """
-    return group.run_on_all_ranks(lambda: action() if group.rank == 0 else None)
 
 
 def hold_for_writing(run: WritableRun, lock: ExitStack, group: Group) -> None:
@@ -48,7 +37,7 @@ def hold_for_writing(run: WritableRun, lock: ExitStack, group: Group) -> None:
 
     Raises CheckpointError if another process or Checkpointer holds the run, or a rank does not see its folder.
     """
-    on_rank_zero(lambda: lock.enter_context(run.locked()), group)
+    group.on_rank_0(lambda: lock.enter_context(run.locked()))
     _check_shared(run, group)
 
 
@@ -59,12 +48,12 @@ def _check_shared(run: WritableRun, group: Group) -> None:
     """
     if group.size == 1:
         return
-    token = group.from_rank_0(on_rank_zero(run.leave_token, group))
+    token = run.folder / group.made_by_rank_0(run.leave_token)
     try:
-        sees = group.run_on_all_ranks(lambda: _appears(run.folder / str(token)))
+        sees = group.run_on_all_ranks(lambda: _appears(token))
         found = group.all_gather((sees, socket.gethostname(), str(run.folder.absolute())))
     finally:
-        on_rank_zero(lambda: (run.folder / str(token)).unlink(missing_ok=True), group)
+        group.on_rank_0(lambda: token.unlink(missing_ok=True))
     blind = [(rank, host, folder) for rank, (sees, host, folder) in enumerate(found) if not sees]
     if blind:
         rank, host, folder = blind[0]
@@ -125,14 +114,3 @@ def rng_states_of_other_ranks(objects: Mapping[str, Any], group: Group) -> Tenso
     found = joined(states[1:]) if group.rank == 0 else None
     size = group.from_rank_0(0 if found is None else len(found))
     return torch.zeros(1, dtype=torch.uint8).expand(size) if found is None else found
-
-
-def written_by_rank_zero(
-    step: int, record: dict[str, Any], hand_over: Callable[[], Future[Record]], group: Group
-) -> Future[Record]:
-    """Hand a checkpoint over to the writing thread of rank 0. Other ranks get a record without sizes, at once."""
-    if group.rank == 0:
-        return hand_over()
-    future: Future[Record] = Future()
-    future.set_result(record_without_file(step, record))
-    return future

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from dynaquant.engine.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.errors import CheckpointError
-from dynaquant.search.scores import MeasuredQuality, Trial, number_to_json
+from dynaquant.search.scores import MeasuredQuality, Trial, number_from_json, number_to_json
 from dynaquant.store.catalogue import Listed, bytes_by_role
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
@@ -163,6 +164,14 @@ def json_of(decision: Decision, interval: int | None, seconds: dict[str, float],
     }
 
 
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the wall time of the block to ``seconds[stage]``."""
+    start = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
 def sizes_by_role(entries: Iterable[Entry]) -> dict[str, Size]:
     """Return the bytes of tensors by role, without tensors whose values are not in the checkpoint."""
     return _sizes(bytes_by_role(entries))
@@ -190,8 +199,11 @@ def record_of(
             summary.parent.step if summary.parent else None,
             roles,
             total,
-            {**record, "seconds": {**record.get("seconds", {}), **(seconds or {})}},
-            notes or [],
+            {
+                **record,
+                "seconds": {**record.get("seconds", {}), **(seconds or {})},
+                "notes": [*record.get("notes", []), *(notes or [])],
+            },
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(f"{found.path}: its record of the save cannot be understood ({error})") from None
@@ -199,19 +211,14 @@ def record_of(
 
 def record_without_file(step: int, record: Mapping[str, Any]) -> Record:
     """Return the record of a save that another rank writes."""
-    return _record(step, "", None, {}, Size(), record, [])
+    return _record(step, "", None, {}, Size(), record)
 
 
 def _record(
-    step: int,
-    identity: str,
-    parent: int | None,
-    roles: dict[str, Size],
-    total: Size,
-    record: Mapping[str, Any],
-    notes: list[str],
+    step: int, identity: str, parent: int | None, roles: dict[str, Size], total: Size, record: Mapping[str, Any]
 ) -> Record:
     quality, search, configuration = record.get("quality"), record.get("search") or {}, record.get("configuration")
+    budget = record.get("training_budget") or {}
     return Record(
         step=step,
         identity=identity,
@@ -221,20 +228,20 @@ def _record(
         configuration=knobs_from_json(configuration) if configuration else None,
         search=search.get("kind"),
         judged_by=search.get("judged_by"),
-        limit=None if search.get("limit") is None else float(search["limit"]),
+        limit=number_from_json(search.get("limit")),
         quality=_quality(quality) if quality else None,
-        progress=None if search.get("progress") is None else float(search["progress"]),
+        progress=number_from_json(search.get("progress")),
         predicted=search.get("predicted"),
         trials=[Trial.from_json(trial) for trial in search.get("trials", [])],
-        equivalents=None if search.get("equivalents") is None else float(search["equivalents"]),
+        equivalents=number_from_json(search.get("equivalents")),
         interval=record.get("interval"),
         seconds={stage: float(seconds) for stage, seconds in record.get("seconds", {}).items()},
-        notes=[*record.get("notes", []), *notes],
+        notes=list(record.get("notes", [])),
         moments_corrected=int(record.get("moments_corrected", 0)),
-        budget_spent=float(budget["spent"]) if (budget := record.get("training_budget")) else None,
-        restores_felt=float(budget["felt"]) if budget and "felt" in budget else None,
-        budget_assumes=str(budget["assumed"]) if budget and "assumed" in budget else None,
-        saved_at=None if record.get("saved_at") is None else float(record["saved_at"]),
+        budget_spent=float(budget["spent"]) if budget else None,
+        restores_felt=float(budget["felt"]) if "felt" in budget else None,
+        budget_assumes=str(budget["assumed"]) if "assumed" in budget else None,
+        saved_at=number_from_json(record.get("saved_at")),
         averages={name: _quality(found) for name, found in record.get("averages", {}).items()},
     )
 

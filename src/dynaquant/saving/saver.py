@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from dynaquant.engine.bound import Bound
@@ -15,16 +14,15 @@ from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.garbage import collection_paused
 from dynaquant.ranks.group import Group
 from dynaquant.saving import finite
+from dynaquant.saving.assemble import Compressed
 from dynaquant.saving.capture import Captured, capture
 from dynaquant.saving.commit_stage import CommitStage
-from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.memory import Memory
-from dynaquant.saving.rank_zero import keep_earlier_training, written_by_rank_zero
-from dynaquant.saving.record import Record, json_of
+from dynaquant.saving.rank_zero import keep_earlier_training
+from dynaquant.saving.record import Record, json_of, record_without_file, timed
 from dynaquant.saving.schedule import Schedule
 from dynaquant.saving.source import Source
-from dynaquant.saving.timing import timed
 from dynaquant.saving.training_source import TrainingSource
 from dynaquant.saving.turn import Turn
 from dynaquant.search.decision import Decision
@@ -43,9 +41,9 @@ class Saver:
     """Saves the states of one training. All ranks call ``save`` together, with the same step.
 
     objects: the objects of the training, by name. training: what they tell of its state. roles: overrides by glob
-    pattern. turn: raises the errors of
-    forbidden calls from inside ``evaluate``. corrections: of first moments after a restore. rank_0_only: names of
-    tensors that are stored as on rank 0, although ranks may hold others. memory: at the start of the training.
+    pattern. turn: raises the errors of forbidden calls from inside ``evaluate``. corrections: of first moments after a
+    restore. rank_0_only: names of tensors that are stored as on rank 0, although ranks may hold others. memory: at the
+    start of the training.
     """
 
     def __init__(
@@ -216,15 +214,15 @@ class Saver:
             frozen=source.frozen if division is None else (),
             depends_on=compressed.assembled.depends_on,
         )
-        begin = partial(self._writer.begin, checkpoint, division, decision.predicted)
-        return begin() if division is not None else written_by_rank_zero(step, record, begin, self._group)
+        if division is None and self._group.rank > 0:  # rank 0 writes everything
+            future: Future[Record] = Future()
+            future.set_result(record_without_file(step, record))
+            return future
+        return self._writer.begin(checkpoint, division, decision.predicted)
 
 
 def _typical_seconds(seconds: Mapping[str, float], decision: Decision, typical: float) -> float:
-    """Return the seconds that training would have waited for this save if its search had been a typical one.
-
-    typical: the cost of a typical search, in evaluations on all batches.
-    """
+    """Return the seconds that training would have waited for this save if its search had cost ``typical``."""
     share = min(1.0, typical / _cost(decision)) if _cost(decision) > 0 else 1.0
     return seconds["wait"] + seconds["capture"] + share * seconds["search"]
 

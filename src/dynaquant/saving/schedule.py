@@ -68,13 +68,11 @@ class Schedule:
             raise ValueError("due() needs Checkpointer(…, every=steps), every=dq.Auto() or every=dq.Moved(…)")
         if self._last_step is None and (self._auto or self.movement is not None):
             self._last_step = step - 1  # training begins at this step
-        if self.movement is not None:
-            return self.movement.reached(step - (self._last_step or 0))
-        assert self.interval is not None
-        if self._auto:
-            return step >= (self._last_step or 0) + self.interval
         last = self._last_step or 0
-        return step >= (last // self.interval + 1) * self.interval
+        if self.movement is not None:
+            return self.movement.reached(step - last)
+        assert self.interval is not None
+        return step >= (last + self.interval if self._auto else (last // self.interval + 1) * self.interval)
 
     def begin(self, step: int, interval: int | None = None) -> None:
         """Note that training continues from a restored ``step``. interval: the one stored with it."""

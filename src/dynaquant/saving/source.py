@@ -14,31 +14,11 @@ from dynaquant.saving.division import Division
 from dynaquant.saving.gradient_energy import GradientEnergy
 from dynaquant.saving.training_budget import TrainingPosition
 
-MeanSquares = Callable[[Mapping[str, Tensor]], Mapping[str, float]]
-"""Returns F, the mean squared gradient, of each of these weights, as far as known. Collective if there are shards."""
-
-
-HashOf = Callable[[str], str]
-"""Returns the ``tensor_hash`` of a parameter that does not train."""
+Weights = Mapping[str, Tensor]
 
 
 def _unknown_parameter(name: str) -> str:
     raise KeyError(name)
-
-
-def no_gradients(_weights: Mapping[str, Tensor]) -> GradientEnergy:
-    """Return that nothing is known of the gradients."""
-    return GradientEnergy()
-
-
-def nothing_misaligned(_weights: Mapping[str, Tensor]) -> float:
-    """Return that gradients are strong where weights are large, as far as known."""
-    return 1.0
-
-
-def nothing_known(_weights: Mapping[str, Tensor]) -> Mapping[str, float]:
-    """Return no mean squared gradients."""
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +31,11 @@ class Source:
     training is at this state; None if no training continues from it.
 
     Weights: ``master_of`` has the names of master weights by those of their half-precision weights. mean_squares:
-    returns F. energy: returns how strong gradients are. alignment: see ``gradient_alignment``. gradients: what the
-    method has recorded. records_gradients: whether it records at all. vectors_count_more: whether vectors count more
-    than other weights if no F is known. displaced: how far the training has moved each tensor. untrained: names of the
-    parameters that do not train. hash_of: returns the hash of one.
+    returns F of each of these weights, as far as known. energy: returns how strong gradients are. alignment: see
+    ``gradient_alignment``. These three are collective if there are shards. gradients: what the method has recorded.
+    records_gradients: whether it records at all. vectors_count_more: whether vectors count more than other weights if
+    no F is known. displaced: how far the training has moved each tensor. untrained: names of the parameters that do not
+    train. hash_of: returns the ``tensor_hash`` of one.
 
     All others: ``external`` has the tensors whose values are not stored. frozen: names of parameters that do not train
     and have not changed; they get a file of their own. first_tolerances: those of single first moments, in place of the
@@ -69,15 +50,15 @@ class Source:
     on_access: bool = False
     position: Callable[[], TrainingPosition] | None = None
     master_of: Mapping[str, str] = field(default_factory=dict)
-    mean_squares: MeanSquares = nothing_known
-    energy: Callable[[Mapping[str, Tensor]], GradientEnergy] = no_gradients
-    alignment: Callable[[Mapping[str, Tensor]], float] = nothing_misaligned
+    mean_squares: Callable[[Weights], Mapping[str, float]] = lambda _: {}
+    energy: Callable[[Weights], GradientEnergy] = lambda _: GradientEnergy()
+    alignment: Callable[[Weights], float] = lambda _: 1.0
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     records_gradients: bool = False
     vectors_count_more: bool = False
     displaced: Mapping[str, float] = field(default_factory=dict)
     untrained: Collection[str] = ()
-    hash_of: HashOf = _unknown_parameter
+    hash_of: Callable[[str], str] = _unknown_parameter
     external: Mapping[str, External] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     first_tolerances: Mapping[str, float] = field(default_factory=dict)

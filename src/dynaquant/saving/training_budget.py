@@ -189,21 +189,19 @@ class TrainingBudget:
         learning rate. step: of the checkpoint. rate: the learning rate now.
         """
         try:
-            learned, before, highest = (_not_negative(data[key]) for key in ("learned", "rate", "highest"))
-            restores = tuple(Restore(_not_negative(lost), _not_negative(at)) for lost, at in data["restores"])
-            count, changed = int(_not_negative(data["count"])), data["changed"] is True
+            account: dict[str, Any] = {key: _not_negative(data[key]) for key in ("learned", "rate", "highest")}
+            account["restores"] = tuple(Restore(*map(_not_negative, each)) for each in data["restores"])
+            account |= {"count": int(_not_negative(data["count"])), "changed": data["changed"] is True}
         except (KeyError, OverflowError, TypeError, ValueError):
-            learned, before, highest, restores, count, changed = rate * step, rate, rate, (), 0, False
-        return replace(
-            self,
-            learned=learned,
-            rate=before,
-            highest=highest,
-            changed=changed,
-            step=step,
-            count=count,
-            restores=restores,
-        )
+            account = {
+                "learned": rate * step,
+                "rate": rate,
+                "highest": rate,
+                "restores": (),
+                "count": 0,
+                "changed": False,
+            }
+        return replace(self, step=step, **account)
 
 
 def scaled_by_rate(optimizers: Sequence[Optimizer]) -> bool:

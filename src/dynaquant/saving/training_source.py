@@ -16,22 +16,11 @@ from dynaquant.ranks.group import Group
 from dynaquant.saving.capture import Captured
 from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.division import divide
-from dynaquant.saving.frozen_and_omitted import (
-    frozen_parameters,
-    in_frozen_files,
-    note_on_parameters_without_optimizer,
-    omitted_tensors,
-)
+from dynaquant.saving.frozen_and_omitted import frozen_parameters, in_frozen_files, omitted_tensors
 from dynaquant.saving.gradient_alignment import gradient_alignment
 from dynaquant.saving.gradient_energy import GradientEnergy, gradient_energy
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of, weights_of
-from dynaquant.saving.notes import (
-    notes_on_compared_gradients,
-    notes_on_complex,
-    notes_on_exact_copies,
-    notes_on_exact_moments,
-    notes_on_gaps,
-)
+from dynaquant.saving.notes import notes_on_exact_tensors, notes_on_gaps
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
 from dynaquant.saving.training_budget import TrainingPosition, learning_rate
@@ -112,7 +101,8 @@ class TrainingSource:
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         external = {**in_frozen_files(captured, frozen), **omitted}
         own = {name: tensor for name, tensor in captured.tensors.items() if name not in external}
-        tensors = _where_kernels_run({name: captured.small_on_host[name] for name in own})
+        tensors = {name: captured.small_on_host[name] for name in own}
+        tensors = {n: t if t.is_cpu or kernels.fills(t.device) else t.cpu() for n, t in tensors.items()}
         # Master weights of sharded models are stored beside their half-precision weights.
         sharded, master_of = captured.division is not None, {}
         if not sharded:
@@ -131,12 +121,7 @@ class TrainingSource:
             windows = windows_of(self._objects, captured.parameters, corrected)
             tolerances, limits = tolerances_of(windows, self._preset, interval), self._preset.step_limits
             tolerances = bounded_by_weights(tolerances, windows, weights_of(windows), own, limits, captured.shards)
-            notes += note_on_parameters_without_optimizer(self._model, frozen)
-            notes += notes_on_exact_moments(captured, self._objects, self._patterns)
-            notes += notes_on_compared_gradients(captured)
-            notes += notes_on_complex(captured, self._objects)
-            uncounted = {*frozen.unchanged, *master_of.values()}
-            notes += notes_on_exact_copies(captured, self._objects, self._patterns, uncounted)
+            notes += notes_on_exact_tensors(captured, self._objects, self._patterns, frozen, master_of.values())
 
         @cache
         def trained() -> dict[str, Tensor]:  # once, as it takes long for many tensors
@@ -208,10 +193,7 @@ class TrainingSource:
         return {name: statistic for recorder in self._recorders for name, statistic in recorder.recorded.items()}
 
     def _trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that optimizers train in the place of weights: themselves, or their master weights.
-
-        Left out are weights that are no parameters of the model.
-        """
+        """Return the tensors that optimizers train in the place of the model's weights: these or master weights."""
         trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         own = parameters_of(self._model)
         return {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
@@ -229,8 +211,3 @@ class TrainingSource:
     def _recorded_squares(self) -> dict[str, float]:
         statistics = kernels.small_on_host(self._recorded())
         return {name: self._method.mean_square(statistic) for name, statistic in statistics.items()}
-
-
-def _where_kernels_run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; those of devices that kernels do not run on as copies in host memory."""
-    return {n: t if t.is_cpu or kernels.fills(t.device) else t.cpu() for n, t in tensors.items()}

@@ -5,7 +5,7 @@ If such a weight were quantized again, thresholds that depend on other weights c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from dynaquant.engine.forms.stored import form_of, in_one, stored_hash
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
-from dynaquant.saving.source import HashOf
 from dynaquant.store.container import Header
 from dynaquant.training.hash_cache import samples_of
 
@@ -33,10 +32,6 @@ class LastWeight:
     quantized: QuantizedTensor
     sample: bytes | None
     hash: str | None
-
-    def may_equal(self, sample: bytes) -> bool:
-        """Whether values with this sample may be unchanged."""
-        return self.sample is None or self.sample == sample
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ def compare_weights(
     weights: Mapping[str, Tensor],
     last: Mapping[str, LastWeight],
     untrained: Collection[str],
-    hash_of: HashOf,
+    hash_of: Callable[[str], str],
     shards: Shards = WHOLE,
 ) -> ComparedWeights:
     """Compare weights with those of the last checkpoint. Collective with shards: no rank's part may have changed.
@@ -76,7 +71,7 @@ def compare_weights(
     samples = samples_of(weights)
     hashed = {name: hash_of(name) for name in weights if name in untrained}
     for name, before in last.items():
-        if name in samples and name not in hashed and before.may_equal(samples[name]):
+        if name in samples and name not in hashed and before.sample in (None, samples[name]):
             hashed[name] = tensor_hash(weights[name])
     unchanged = {n: before.quantized for n, before in last.items() if n in hashed and before.hash == hashed[n]}
     if shards.divided:

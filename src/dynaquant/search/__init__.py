@@ -1,10 +1,9 @@
 """Search: finds a configuration for the weights of each checkpoint. The files, in reading order:
 
-- ``manager``: decides at every checkpoint; each search goes on from the memory of the last one.
+- ``manager``: decides at every checkpoint; each search goes on from the memory of the last one. What a method prepares.
 - ``search_memory``: what one search remembers for the next.
 - ``scores``: what a record keeps of a search: the quality of the weights, and the trials.
 - ``decision``: the result of a search, and the decision for a checkpoint.
-- ``prepared``: what a search needs of the weights that a method has prepared.
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
 - ``search_log``: logs how long a search will take, and that it still goes on.
 - ``subject``: what a metric scores: something with weights, in whose place candidates are put.

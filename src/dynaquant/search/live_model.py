@@ -109,6 +109,11 @@ def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Eva
     before, frozen = Snapshot(model), _frozen(model)
     writable = [p for name, p in named_parameters(model) if name not in frozen or name in values]
     staying = _InPlace(writable, in_place)
+
+    def put_back() -> None:
+        before.put_back()
+        staying.put_back()
+
     try:
         with torch.no_grad():
             _substitute(model, values, staying)
@@ -116,17 +121,14 @@ def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Eva
                 number = number_of(evaluate(model), "evaluate")
     except Exception as error:
         abandon_forward(model)
-        before.put_back()
-        staying.put_back()
+        put_back()
         _check_frozen(model, frozen, error)
         raise
     finally:
         try:
-            before.put_back()
-            staying.put_back()
+            put_back()
         except BaseException:  # a signal interrupted it
-            before.put_back()
-            staying.put_back()
+            put_back()
             raise
     _check_frozen(model, frozen)
     return number

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.ranks.group import Group
-from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
+from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found, Search
 from dynaquant.search.displacement import Displacement
-from dynaquant.search.judge import Judge, PairedJudge
+from dynaquant.search.judge import DistortionJudge, Judge, PairedJudge
 from dynaquant.search.metric import UserMetric
-from dynaquant.search.prepared import PreparedWeights
 from dynaquant.search.search_log import bar_removed
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
 from dynaquant.search.subject import ParameterValues
-from dynaquant.search.trials import MixedScoresError, Trials, why_none_is_good_enough
+from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 
 log = logging.getLogger("dynaquant")
 
@@ -27,18 +27,43 @@ log = logging.getLogger("dynaquant")
 class Limits:
     """How much one checkpoint may lose by the metric, relative.
 
-    allowed: of a configuration that is good enough. last_resort: if none is, the best one may lose so much. trust: what
-    both are multiplied by if the estimate decides, at most 1.
+    allowed: of a configuration that is good enough. last_resort: if none is, the best one may lose so much. trust:
+    returns what both are multiplied by if the estimate decides, at most 1. Collective.
     """
 
     allowed: float
     last_resort: float
-    trust: float = 1.0
+    trust: Callable[[], float] = lambda: 1.0
+
+    def of_estimate(self) -> Limits:
+        """Return the limits if the estimate decides. Collective."""
+        trust = self.trust()
+        return Limits(self.allowed * trust, self.last_resort * trust)
+
+
+class PreparedWeights(Protocol):
+    """The weights of one checkpoint, and how their method searches for a configuration."""
 
     @property
-    def of_estimate(self) -> Limits:
-        """The limits if the estimate decides."""
-        return Limits(self.allowed * self.trust, self.last_resort * self.trust)
+    def quantizer(self) -> Quantizer:
+        """The weights, ready for every configuration."""
+
+    @property
+    def estimate(self) -> DistortionJudge:
+        """The judge that stands in for a metric."""
+
+    @property
+    def last_resort(self) -> Search:
+        """How the best of configurations that all lose too much counts as found."""
+
+    def find(self, trials: Trials, memory: SearchMemory) -> Found:
+        """Return the most compact configuration that is good enough. Collective."""
+
+    def last(self, memory: SearchMemory, limit: float) -> tuple[Search, Knobs]:
+        """Return the last configuration, and how it counts as found if no weight has changed since."""
+
+    def after(self, memory: SearchMemory, limit: float, found: Knobs, trials: Trials) -> SearchMemory:
+        """Return what the next search starts from. found: the configuration that is good enough for the limit."""
 
 
 class ConfigurationManager:
@@ -125,9 +150,9 @@ class _Search:
 
     def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
-        limits, estimate = self.limits.of_estimate, self.prepared.estimate
+        limits, estimate = self.limits.of_estimate(), self.prepared.estimate
         # Where the estimate is trusted less, the weights often are exact. That is said once, not at every save.
-        search = replace(self, limits=limits, quiet=self.limits.trust < 1)
+        search = replace(self, limits=limits, quiet=self.limits.trust() < 1)
         at_once = 1 if self.prepared.quantizer.shards.divided else self.group.size
         trials = search._trials(estimate, limits.allowed, at_once, memory)
         found = search._found(trials, memory)
@@ -191,19 +216,17 @@ class _Search:
         for failure in failed:
             self.warn(failure)
         notes = [*notes, *found.notes, *failed]
-        chosen, search = found.chosen, found.search
+        chosen, search, largest = found.chosen, found.search, self.limits.last_resort - noise_margin
         if found.good_enough is not None and trials.has_weights:
             memory = self.prepared.after(memory, limit, found.good_enough, trials)
-        elif chosen is None and limit < (largest := self.limits.last_resort - noise_margin):
-            chosen, note = self._best_of(trials, limit, largest)
-            if chosen is not None and note is not None:
-                notes, limit = [*notes, note], largest
-                search = self.prepared.last_resort
-                self.warn(note)
+        elif chosen is None and limit < largest and (best := self._best_of(trials, limit, largest)) is not None:
+            chosen, note = best
+            notes, limit, search = [*notes, note], largest, self.prepared.last_resort
+            self.warn(note)
         if chosen is None:
             reason = why_none_is_good_enough(trials.done, judge.judged_by, limit, noise_margin)
             warning = (
-                "no candidate is good enough: weights are stored exactly and the file is many times larger; " + reason
+                f"no candidate is good enough: weights are stored exactly and the file is many times larger; {reason}"
             )
             self.warn(warning)
             notes.append(warning)
@@ -213,11 +236,11 @@ class _Search:
             quality = None
         return Decision(search, chosen, quantized, quality, limit, judge.judged_by, trials.done, notes, memory=memory)
 
-    def _best_of(self, trials: Trials, limit: float, largest: float) -> tuple[Knobs | None, str | None]:
+    def _best_of(self, trials: Trials, limit: float, largest: float) -> tuple[Knobs, str] | None:
         """Return the best of what was tried, and a note, if it loses at most ``largest``. Collective."""
         best = trials.best()
         if best is None or not (lost := trials.finished(best)) <= largest:
-            return None, None
+            return None
         lowest = max(limit, 0)
         within = (
             f"no candidate stayed within {lowest:.3g}, all that the estimate is trusted with now"

@@ -11,17 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dynaquant.errors import EvaluateError
 from dynaquant.ranks.group import Group
-from dynaquant.search.evaluation import (
-    Evaluate,
-    OnBatches,
-    losses_on,
-    mean_of_batches,
-    on_batches,
-)
+from dynaquant.search.evaluation import Evaluate, OnBatches, losses_on, mean_of_batches, on_batches
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge, PairedJudge
 from dynaquant.search.noise import DEVIATIONS, Noise, mean_of_scores
@@ -69,16 +63,10 @@ class OriginalScore:
         return self.communicates or self.apart is not None
 
 
-@dataclass(frozen=True)
-class _BatchNumbers:
-    """The weights in training, evaluated batch by batch.
-
-    losses: the number of each batch. repeats: whether the same batches gave the same numbers again, without a draw from
-    the global random number generators. spent: evaluations on all batches.
-    """
+class _BatchNumbers(NamedTuple):
+    """The number of each batch; none if they do not repeat. spent: evaluations on all batches."""
 
     losses: tuple[float, ...]
-    repeats: bool
     spent: float
 
 
@@ -155,7 +143,7 @@ class UserMetric:
         unusable = partial(OriginalScore, math.nan, 0.0, communicates, noise=noise)
         if own is None:
             return unusable(f"evaluate failed ({one_line(error)})", spent=1.0)
-        if not all(found.repeats for found in by_rank) or len({len(found.losses) for found in by_rank}) > 1:
+        if not own.losses or len({len(found.losses) for found in by_rank}) > 1:
             return own.spent
         counting = by_rank[:1] if communicates else self._group.of_replicas(by_rank)
         scores = [mean_of_batches(found.losses) for found in counting]
@@ -185,14 +173,12 @@ class UserMetric:
             return 0.0
 
         self._subject.score({}, evaluate)
+        # Numbers do not repeat if the global random number generators were used, whatever they are this time.
         repeats = not any(drew) and all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in again)
-        return _BatchNumbers(tuple(losses), repeats, 1 + len(again) / len(losses))
+        return _BatchNumbers(tuple(losses) if repeats else (), 1 + len(again) / len(losses))
 
     def _on_all_ranks(self, evaluate: Callable[[], T]) -> tuple[T | None, Exception | None, list[T], bool]:
-        """Evaluate the weights in training on every rank. Collective.
-
-        Returns this rank's result or its error, the results of all ranks, and whether ``evaluate`` communicates.
-        """
+        """Return this rank's result or its error, the results of all ranks, and whether ``evaluate`` communicates."""
         own, error = self._group.run_on_all_ranks(lambda: attempt(evaluate, self._group.will_tell))
         outcomes = self._group.all_gather((own, one_line(error)))
         communicates = self._group.saw_communication()

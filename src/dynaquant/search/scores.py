@@ -62,9 +62,9 @@ class Trial:
         """Reverse ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
             knobs_from_json(data["configuration"]),
-            None if data["predicted"] is None else float(data["predicted"]),
-            None if data["degradation"] is None else float(data["degradation"]),
-            None if data["progress"] is None else float(data["progress"]),
+            number_from_json(data["predicted"]),
+            number_from_json(data["degradation"]),
+            number_from_json(data["progress"]),
             float(data["seconds"]),
             data["error"],
             float(data.get("share", 1.0)),  # records of earlier versions have none
@@ -74,3 +74,8 @@ class Trial:
 def number_to_json(value: float | None) -> float | str | None:
     """Return the value, or its name as text if JSON does not have it: NaN and the infinities."""
     return value if value is None or math.isfinite(value) else repr(value)
+
+
+def number_from_json(value: Any) -> float | None:
+    """Reverse ``number_to_json``. Raises TypeError or ValueError for anything else."""
+    return None if value is None else float(value)

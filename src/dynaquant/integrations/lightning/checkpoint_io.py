@@ -41,9 +41,8 @@ from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.log_to import in_one_line
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.presets import PRESETS
-from dynaquant.saving.record import record_of
+from dynaquant.saving.record import record_of, timed
 from dynaquant.saving.source import Source
-from dynaquant.saving.timing import timed
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
 from dynaquant.state.subclasses import is_wrapper
