@@ -257,7 +257,7 @@ def prune(run: WritableRun, retention: Retention, damaged: Collection[int] = ())
 
 
 def _steps_with_dependents(summaries: list[Summary], steps: Collection[int]) -> set[int]:
-    """Return those of ``steps`` that another checkpoint of the run needs, through whatever chain. summaries: in order."""
+    """Return those of ``steps`` that another checkpoint needs, through whatever chain. summaries: in order."""
     by_step = {summary.step: summary for summary in summaries}
     used: set[int] = set()
     for summary in reversed(summaries):  # children come before their parents
