@@ -235,6 +235,20 @@ def test_the_table_of_the_readme_is_as_measured():
         assert f"| {float(state):.0f}× | {end} | {seeds} |" in readme
 
 
+def test_the_comparison_in_the_guide_is_as_measured():
+    guide, page = ((ROOT / name).read_text() for name in ("docs/guide.md", "docs/results/failure_recovery.md"))
+    row = re.compile(
+        r"^\| (ResNet|GPT), ε = 0.01, 10 restores \| ([^|]+?)\+? \| [^|]+ \| ([\d.]+)× \| (\S+)% ", re.MULTILINE
+    )
+    measured = {(name, training): (float(size), float(end)) for training, name, size, end in row.findall(page)}
+    assert len(measured) >= 18
+    claimed = dict(re.findall(r"^\| ([\w \-,`=\"]+?) \| (\d+\S*×.*%) \|$", guide, re.MULTILINE))
+    for (name, training), (size, end) in measured.items():
+        cells = claimed[name.replace("published", '`method="published"`')].split(" | ")[0 if training == "GPT" else 2 :]
+        assert float(cells[0].split("×")[0]) == pytest.approx(size, rel=0.05)
+        assert float(cells[1].removesuffix(" %")) == pytest.approx(end, abs=0.6 if abs(end) > 10 else 0.06)
+
+
 FRAMEWORKS = ["transformers", "accelerate", "lightning"]
 
 
