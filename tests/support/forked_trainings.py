@@ -60,8 +60,10 @@ def trainings(script: Path) -> Iterator[Callable[..., SimpleNamespace]]:
                     return found
             raise AssertionError("the process has ended")
 
-        yield train
-        process.stdin.close()
+        try:
+            yield train
+        finally:
+            process.kill()  # a process that was forked meanwhile may hold the other end of its input open
 
 
 def result_of(output: str) -> dict[str, Any]:
