@@ -14,7 +14,9 @@ from dynaquant.interop.export import Target, export
 from dynaquant.interop.packing import Packer, compress
 from dynaquant.interop.targets import OF_FRAMEWORKS
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
+from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
 
 
@@ -153,6 +155,14 @@ def test_one_damaged_tensor_of_the_lossless_copy_switches_all_tensors_to_the_che
         assert found == {name: small[name] for name in found}
     assert each(torch.load(tmp_path / Target.TORCH, weights_only=False)) == small
     assert each(torch.load(tmp_path / Target.TORCH_STATE, weights_only=False)["model"]) == small
+
+
+def test_the_checkpoint_is_opened_again_if_a_writer_recoded_it_before_its_copy_was_found_damaged(damaged):
+    small = each(dq.load(Run(damaged).path(3))["model"])
+    stored = StoredCheckpoint(damaged)
+    with (writable := WritableRun(damaged)).locked():
+        prune(writable, Retention(dq.Keep(last=1)))
+    assert each(stored.with_retries(lambda: stored.state("model"))) == small
 
 
 def test_damaged_tensors_matter_only_if_they_are_loaded(damaged, caplog):

@@ -224,6 +224,30 @@ def test_on_a_full_disk_what_nothing_depends_on_is_deleted(run):
     assert parents(run) == {4: None}
 
 
+@pytest.mark.parametrize("keep", [Keep(), Keep(last=9)])
+def test_nothing_is_noted_beside_a_header_that_cannot_be_read_if_nothing_is_to_be_deleted(run, keep):
+    series(run, [1, 2])
+    rewrite(run.path(1), lambda header: header.update(requires=["coding of the future"]))
+    with (other := WritableRun(run.folder)).locked():
+        assert prune(other, Retention(keep)) == []
+
+
+def test_an_error_while_checkpoints_are_deleted_is_raised(run, monkeypatch):
+    for step in (1, 2, 3):
+        run.commit(checkpoint_of(step, {"w": randn(80, 50)}), None)
+    delete = WritableRun.delete
+
+    def failing(self, step):
+        if step == 1:
+            raise CheckpointError("the folder was replaced")
+        delete(self, step)
+
+    monkeypatch.setattr(WritableRun, "delete", failing)
+    with pytest.raises(CheckpointError, match="the folder was replaced"):
+        prune(run, Retention(Keep(last=1)))
+    assert steps_of(run) == [1, 3]
+
+
 def test_a_file_that_cannot_be_read_is_left_alone(run):
     made = series(run, [1, 2, 3])
     run.path(2).write_bytes(b"not a checkpoint")

@@ -6,7 +6,7 @@ same code serves one process, whose part is the whole, and the ranks of a sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -65,15 +65,18 @@ def _reduced(yielded: Mapping[str, Numbers], reduce: Reduce) -> dict[str, Number
     """Return the numbers of all ranks. They travel together."""
     if not yielded:
         return {}
-    sums, highest = [own.sums for own in yielded.values()], [own.highest for own in yielded.values()]
-    found = reduce(Numbers(np.concatenate(sums), np.concatenate(highest)))
-    apart = zip(_split_as(sums, found.sums), _split_as(highest, found.highest), strict=True)
-    return {name: Numbers(*numbers) for name, numbers in zip(yielded, apart, strict=True)}
-
-
-def _split_as(parts: Sequence[NDArray[np.float64]], together: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """Return an array in parts that are as long as these."""
-    return np.split(together, np.cumsum([len(part) for part in parts])[:-1])
+    found = reduce(
+        Numbers(
+            np.concatenate([numbers.sums for numbers in yielded.values()]),
+            np.concatenate([numbers.highest for numbers in yielded.values()]),
+        )
+    )
+    results, first_sum, first_highest = {}, 0, 0
+    for name, own in yielded.items():
+        sums, highest = first_sum + len(own.sums), first_highest + len(own.highest)
+        results[name] = Numbers(found.sums[first_sum:sums], found.highest[first_highest:highest])
+        first_sum, first_highest = sums, highest
+    return results
 
 
 def windows(sizes: Mapping[str, int]) -> list[list[str]]:

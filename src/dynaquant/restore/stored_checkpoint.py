@@ -142,16 +142,22 @@ class StoredCheckpoint:
         ``use`` is called again from the start in two cases. If the lossless copy is damaged, the second call reads the
         checkpoint itself. If a writer has deleted files that were not open yet, the checkpoint is opened again first.
         """
-        return retry_if_run_changed(lambda: self._attempt(use))
+        is_open = True
 
-    def _attempt(self, use: Callable[[], T]) -> T:
+        def attempt() -> T:
+            nonlocal is_open
+            if not is_open:
+                self._open()
+            is_open = False
+            return self._with_fallback(use)
+
+        return retry_if_run_changed(attempt)
+
+    def _with_fallback(self, use: Callable[[], T]) -> T:
         try:
             return use()
-        except RunChangedError:
-            self._open()
-            raise
         except CheckpointError as error:
-            if self._fallback is None or error is not self._damage:
+            if self._fallback is None or error is not self._damage or isinstance(error, RunChangedError):
                 raise
             _warn_of_unusable_copy(self._fallback, error)
             file, self._fallback = self._fallback, None

@@ -183,17 +183,20 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
     """Return the steps of a run that the retention does not keep and that have no tag.
 
     damaged: steps whose files are known not to decode. They and their dependent deltas do not count as kept. Raises
-    CheckpointError if a tag or a header cannot be read now.
+    CheckpointError if a tag cannot be read now, or a header, and there is something to delete.
     """
     if retention.keep.keeps_all:
         return []
-    summaries = _readable_summaries(run)
+    summaries, broken = run.summaries()
     usable = {checkpoint.step for checkpoint in chain_lengths(summaries, damaged)}
     named = {(tag.step, tag.identity) for tag in tags_of(run)}
     tagged = {summary.step for summary in summaries if (summary.step, summary.identity) in named}
     in_order = [summary.step for summary in summaries]
     steps = retention.steps_to_delete(in_order, usable, _metrics(summaries), _diverged(summaries))
-    return [step for step in steps if step not in tagged]
+    found = [step for step in steps if step not in tagged]
+    for error in broken if found else ():  # the file may be a checkpoint to keep, or depend on one of these
+        _raise_if_unreadable(error)
+    return found
 
 
 def can_be_parent(run: Run, parent: Parent, step: int, retention: Retention, damaged: Collection[int]) -> bool:
@@ -242,17 +245,21 @@ def prune(run: WritableRun, retention: Retention, damaged: Collection[int] = ())
 
     What no kept checkpoint depends on goes first: on a full disk, that makes space for the files that re-coding writes.
     """
-    deleted: list[int] = []
     try:
         steps = steps_to_delete(run, retention, damaged)
+        if not steps:
+            return []
         used = _steps_with_dependents(_readable_summaries(run), steps)
-        deleted += _delete(run, [step for step in steps if step not in used])
-        needed, notes = recode_dependents(run, used)
-        deleted += _delete(run, [step for step in steps if step in used - needed])
     except CheckpointError as error:
-        notes = [f"{'not everything' if deleted else 'nothing'} was deleted: {error}"]
-    if deleted:
-        log.info("deleted %s %s", "steps" if len(deleted) > 1 else "step", ", ".join(map(str, sorted(deleted))))
+        return [f"nothing was deleted: {error}"]
+    _delete(run, [step for step in steps if step not in used])
+    if not used:
+        return []
+    try:
+        needed, notes = recode_dependents(run, used)
+    except CheckpointError as error:
+        return [f"what other checkpoints depend on was not deleted: {error}"]
+    _delete(run, [step for step in steps if step in used - needed])
     return notes
 
 
@@ -267,8 +274,9 @@ def _steps_with_dependents(summaries: list[Summary], steps: Collection[int]) -> 
     return used
 
 
-def _delete(run: WritableRun, steps: list[int]) -> list[int]:
+def _delete(run: WritableRun, steps: list[int]) -> None:
     """Delete checkpoints, children first, so that the others can be loaded after a crash in between."""
     for step in reversed(steps):
         run.delete(step)
-    return steps
+    if steps:
+        log.info("deleted %s %s", "steps" if len(steps) > 1 else "step", ", ".join(map(str, steps)))

@@ -30,8 +30,16 @@ def sample_of(tensor: Tensor) -> bytes:
 
 def samples_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Return ``sample_of`` each tensor. Those of a device cross together."""
-    sampled = kernels.small_on_host({name: _sampled(tensor) for name, tensor in tensors.items()})
-    return {name: bytes_of(values).tobytes() for name, values in sampled.items()}
+    found: dict[str, bytes] = {}
+    on_devices: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        found[name] = b""  # in the order of the tensors
+        if tensor.device.type == "cpu":
+            found[name] = sample_of(tensor)
+        else:
+            on_devices[name] = _sampled(tensor)
+    crossed = kernels.small_on_host(on_devices)
+    return found | {name: bytes_of(values).tobytes() for name, values in crossed.items()}
 
 
 def _sampled(tensor: Tensor) -> Tensor:

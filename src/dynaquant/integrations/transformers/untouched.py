@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
@@ -86,7 +87,7 @@ class _PlainValues:
             if value.numel() <= _MOST_ELEMENTS and not value.is_inference():
                 self._seen[id(value)] = value
                 copied, version = value.detach().clone(), value._version
-                self._undo.append(lambda: value.detach().copy_(copied) if value._version != version else None)
+                self._undo.append(lambda: _fill(value, copied) if value._version != version else None)
         elif isinstance(value, GENERATOR):
             self._seen[id(value)] = value
             state = generator_state(value)
@@ -127,3 +128,8 @@ def _set_attributes(thing: Any, before: dict[str, Any]) -> None:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+
+
+def _fill(tensor: Tensor, values: Tensor) -> None:
+    with torch.no_grad():  # not through ``detach``, which would leave a sparse tensor as it is
+        tensor.copy_(values)
