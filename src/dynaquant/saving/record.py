@@ -151,6 +151,7 @@ def json_of(decision: Decision, interval: int | None, seconds: dict[str, float],
             "kind": decision.search,
             "judged_by": decision.judged_by,
             "limit": number_to_json(decision.limit),
+            "estimated": number_to_json(decision.estimated),
             "predicted": decision.predicted,
             "progress": decision.progress,
             "trials": [trial.to_json() for trial in decision.trials],
@@ -251,9 +252,16 @@ def _quality(found: Mapping[str, Any]) -> MeasuredQuality:
 
 
 def degradation_of(record: Mapping[str, Any]) -> float:
-    """Return the measured degradation of a checkpoint; if no metric judged, what was allowed; 0 if neither is known."""
+    """Return what a restore of a checkpoint counts as.
+
+    That is the measured degradation; what the estimate allowed if no metric judged, or one that was too coarse; 0 if
+    neither is known.
+    """
     quality, search = record.get("quality"), record.get("search")
-    judged = isinstance(search, Mapping) and search.get("judged_by") == "evaluate"
+    search = search if isinstance(search, Mapping) else {}
+    if isinstance(estimated := search.get("estimated"), float) and record.get("configuration") is not None:
+        return estimated
+    judged = search.get("judged_by") == "evaluate"
     value = quality.get("degradation") if judged and isinstance(quality, Mapping) else limit_of(record)
     return value if isinstance(value, float) else 0.0
 

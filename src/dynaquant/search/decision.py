@@ -49,7 +49,8 @@ class Decision:
     metric or it failed. limit: the degradation that was allowed; None if the user gave the configuration.
     judged_by: None if nothing was judged. equivalents: what was spent on the weights in training and on candidates, in
     evaluations on all batches; 0 without a metric. memory: what the next search starts from. averages: the quality of
-    averages of weights, by the name of the extra, where they were judged.
+    averages of weights, by the name of the extra, where they were judged. estimated: what the estimate allowed, if the
+    metric was too coarse to tell; a restore counts as so much.
     """
 
     search: Search
@@ -63,6 +64,7 @@ class Decision:
     equivalents: float = 0.0
     memory: SearchMemory = field(default_factory=SearchMemory)
     averages: Mapping[str, MeasuredQuality] = field(default_factory=dict)
+    estimated: float | None = None
 
     @property
     def predicted(self) -> float | None:

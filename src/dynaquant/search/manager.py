@@ -12,8 +12,11 @@ from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found, Search
 from dynaquant.search.displacement import Displacement
+from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, PairedJudge
-from dynaquant.search.metric import UserMetric
+from dynaquant.search.metric import OriginalScore, UserMetric
+from dynaquant.search.resolution import is_too_coarse, one_step_more, resolution_of
+from dynaquant.search.resolution import note_on as note_on_resolution
 from dynaquant.search.search_log import bar_removed
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
@@ -138,25 +141,68 @@ class _Search:
         if self.fixed is not None:
             decision = self._measured(self.fixed, trials, judge, notes, memory)
         else:
-            found = self._found(trials, memory)
-            sight, note, reference = self._sight(metric, original.score, trials, memory)
-            memory = replace(memory, sight=sight, reference=reference)
-            if note is not None:
-                decision = self.by_estimate(memory, [*notes, note])
-                decision = replace(decision, quality=trials.quality_of(decision.configuration))
-            else:
-                decision = self._decided(found, trials, judge, limit, original.noise_margin, notes, memory)
+            decision = self._searched(metric, original, trials, judge, notes, memory)
         return replace(decision, equivalents=original.spent + trials.spent)
+
+    def _searched(
+        self,
+        metric: UserMetric,
+        original: OriginalScore,
+        trials: Trials,
+        judge: Judge | PairedJudge,
+        notes: Sequence[str],
+        memory: SearchMemory,
+    ) -> Decision:
+        """Decide by a search: by the metric, or by the estimate as far as the metric does not tell weights apart."""
+        limit, margin, known = trials.limit, original.noise_margin, memory.resolution
+        bounded = is_too_coarse(known, limit)
+        history = self._bound(trials, known, limit, margin, memory) if bounded else None
+        found = self._found(trials, memory)
+        sight, blind, reference = self._sight(metric, original.score, trials, memory)
+        resolution = resolution_of(trials.done, known)
+        memory = replace(memory, sight=sight, reference=reference, resolution=resolution)
+        if blind is not None:
+            decision = self.by_estimate(memory, [*notes, blind])
+            return replace(decision, quality=trials.quality_of(decision.configuration))
+        if is_too_coarse(resolution, limit):
+            coarse = note_on_resolution(resolution, limit)
+            notes = [*notes, coarse]
+            if not bounded:
+                self.warn(coarse)
+            if resolution != known:
+                history = self._bound(trials, resolution, limit, margin, memory)
+                found = self._found(trials, memory)
+        decision = self._decided(found, trials, judge, trials.limit, margin, notes, memory)
+        if history is None:
+            return decision
+        allowed = self.limits.of_estimate().allowed
+        return replace(decision, estimated=allowed, memory=replace(decision.memory, history=history))
 
     def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
-        limits, estimate = self.limits.of_estimate(), self.prepared.estimate
-        # Where the estimate is trusted less, the weights often are exact. That is said once, not at every save.
-        search = replace(self, limits=limits, quiet=self.limits.trust() < 1)
-        at_once = 1 if self.prepared.quantizer.shards.divided else self.group.size
-        trials = search._trials(estimate, limits.allowed, at_once, memory)
+        search, trials = self._with_estimate(memory)
         found = search._found(trials, memory)
-        return search._decided(found, trials, estimate, limits.allowed, 0.0, notes, memory)
+        estimate = self.prepared.estimate
+        return search._decided(found, trials, estimate, search.limits.allowed, 0.0, notes, memory)
+
+    def _with_estimate(self, memory: SearchMemory) -> tuple[_Search, Trials]:
+        """Return the search by the estimate, and its trials."""
+        # Where the estimate is trusted less, the weights often are exact. That is said once, not at every save.
+        search = replace(self, limits=self.limits.of_estimate(), quiet=self.limits.trust() < 1)
+        at_once = 1 if self.prepared.quantizer.shards.divided else self.group.size
+        return search, search._trials(self.prepared.estimate, search.limits.allowed, at_once, memory)
+
+    def _bound(
+        self, trials: Trials, resolution: float | None, limit: float, noise_margin: float, memory: SearchMemory
+    ) -> History:
+        """Let the estimate bound a search whose metric is too coarse. Returns what its next search starts from."""
+        search, estimated = self._with_estimate(memory)
+        found = search._found(estimated, memory).good_enough
+        allowed = one_step_more(resolution, limit, self.limits.last_resort - noise_margin)
+        trials.go_on(allowed, found)
+        if found is None or not trials.has_weights:
+            return memory.history
+        return self.prepared.after(memory, search.limits.allowed, found, estimated).history
 
     def _sight(
         self, metric: UserMetric, score: float, trials: Trials, memory: SearchMemory

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.search.history import History
 from dynaquant.search.noise import Noise
+from dynaquant.search.scores import number_from_json, number_to_json
 from dynaquant.search.sight import Sight
 
 
@@ -20,8 +21,9 @@ class SearchMemory:
     history: the results of the last searches. gave_up: whether the last one found nothing good enough. noise: of the
     metric. saves: how many saves the metric has judged. whole: whether it can be evaluated only as a whole, because
     the numbers of its batches do not repeat. sight: what it told of weights at the last save. reference: its score of
-    the weights in training that later ones are compared with. restored: the quantized weights of the last restore by
-    name, while checkpoints have to keep what has changed since.
+    the weights in training that later ones are compared with. resolution: of a metric that moves in steps, see
+    ``resolution_of``. restored: the quantized weights of the last restore by name, while checkpoints have to keep what
+    has changed since.
 
     A record has all but the last restore, which is the checkpoint itself, and ``whole``, which a restored training
     finds out again.
@@ -34,6 +36,7 @@ class SearchMemory:
     whole: bool = False
     sight: Sight = "sees"
     reference: float | None = None
+    resolution: float | None = None
     restored: Mapping[str, QuantizedTensor] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -45,6 +48,7 @@ class SearchMemory:
             "saves": self.saves,
             "sight": self.sight,
             "reference": self.reference,
+            "resolution": number_to_json(self.resolution),
         }
 
     @classmethod
@@ -64,5 +68,14 @@ class SearchMemory:
             saves if isinstance(saves, int) and saves >= 0 else 0,
             sight=next((sight for sight in sights if sight == search.get("sight")), "sees"),
             reference=reference if isinstance(reference, float) and math.isfinite(reference) else None,
+            resolution=_resolution_from_json(search.get("resolution")),
             restored=restored,
         )
+
+
+def _resolution_from_json(data: Any) -> float | None:
+    try:
+        value = number_from_json(data)
+    except (TypeError, ValueError):
+        return None
+    return value if value is not None and value > 0 else None

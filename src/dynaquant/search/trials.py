@@ -53,7 +53,8 @@ class Trials:
 
     limit: the largest degradation that is good enough. per_round: how many configurations are scored in one round: one
     by each replica, whose first rank's number counts, or one in all if the metric communicates between replicas. Then
-    rank 0's number counts.
+    rank 0's number counts. is_bounded: whether no configuration may be coarser than ``bound``; if that is None, than
+    the finest.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Trials:
         per_round: int,
     ) -> None:
         self.limit, self.per_round = limit, per_round
+        self.is_bounded = False
+        self.bound: Knobs | None = None
         self._quantizer, self._judge, self._displacement, self._group = quantizer, judge, displacement, group
         self._scored: dict[Knobs, tuple[Trial, MeasuredQuality | None]] = {}
         self._shares_kept: dict[Knobs, float | None] = {}
@@ -88,6 +91,10 @@ class Trials:
     def spent(self) -> float:
         """What has been evaluated, in evaluations on all batches."""
         return self._spent_on_zeros + sum(trial.share for trial in self.done)
+
+    def go_on(self, limit: float, bound: Knobs | None) -> None:
+        """Search again with another limit, and with a bound. What has been scored stays known."""
+        self.limit, self.is_bounded, self.bound = limit, True, bound
 
     def score(self, configurations: Sequence[Knobs], least_kept: float = 0.0, low: float = -math.inf) -> list[float]:
         """Return the degradations of configurations; at most ``per_round`` of them may be new. Collective.

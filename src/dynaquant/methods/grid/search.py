@@ -44,6 +44,9 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
     limit = trials.limit
     finest = weights.scale_exponent_for(LEAST_DISTORTION)
     coarsest = max(min(weights.scale_exponent_for(MOST_DISTORTION), weights.coarsest_scale), finest)
+    if trials.is_bounded:
+        bound = trials.bound.scale if isinstance(trials.bound, GridConfiguration) else finest
+        coarsest = min(max(bound, finest), coarsest)
     # If the last search found nothing, score the finest grid. Search again only if it is good enough.
     if gave_up and not trials.is_good_enough(GridConfiguration(finest)):
         return NOTHING_GOOD_ENOUGH
@@ -55,7 +58,9 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
         return scale_search(start, finest, coarsest, score, limit, earlier, trials.per_round)
 
     earlier: Sequence[float] | None = None
-    if last is not None:
+    if trials.is_bounded:
+        start = coarsest
+    elif last is not None:
         start, earlier = first_exponent(last.exponent, last.at_scale_1, limit), last.at_scale_1
     else:
         start = weights.scale_exponent_for(limit / DISTORTION_SCALE) if limit > 0 else finest

@@ -1,0 +1,62 @@
+"""Tells whether a metric moves in steps, such as an accuracy or a loss in 16 bits, and how large they are.
+
+A metric whose step is larger than what a checkpoint may lose cannot tell where that limit is. A candidate seems to lose
+nothing or too much, whichever side of a step the weights in training are on. docs/decisions.md, "What if the metric
+moves in coarse steps?".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
+from dynaquant.search.scores import Trial
+
+FURTHER_APART = SCALES_PER_OCTAVE // 2
+"""Two grids whose scales differ by so much differ by a factor of two in what they lose. A metric that gives exactly the
+same number for both moves in steps."""
+
+
+def resolution_of(trials: Sequence[Trial], known: float | None) -> float | None:
+    """Return the smallest change of a metric that moves in steps, relative; None if nothing says that it does.
+
+    trials: of one save. known: what earlier saves have said. A smaller change than that replaces it. Infinite while the
+    metric gives the same number for all weights, as an accuracy of 1 does.
+    """
+    whole = [t for t in trials if t.share == 1 and t.degradation is not None and math.isfinite(t.degradation)]
+    smallest = min((abs(trial.degradation) for trial in whole if trial.degradation), default=math.inf)
+    if any(_coincide(*pair) for pair in combinations(whole, 2)):
+        return smallest if known is None or math.isinf(smallest) else min(known, smallest)
+    return None if known is None else min(known, smallest)
+
+
+def _coincide(one: Trial, other: Trial) -> bool:
+    """Return whether the metric is the same for two grids that lose clearly different amounts."""
+    grid, second = one.configuration, other.configuration
+    if not (isinstance(grid, GridConfiguration) and isinstance(second, GridConfiguration)):
+        return False
+    return one.degradation == other.degradation and abs(grid.scale - second.scale) >= FURTHER_APART
+
+
+def is_too_coarse(resolution: float | None, limit: float) -> bool:
+    """Return whether a metric cannot tell where a limit is. resolution: see ``resolution_of``."""
+    return resolution is not None and 0 < limit < resolution
+
+
+def one_step_more(resolution: float | None, limit: float, largest: float) -> float:
+    """Return how much worse a metric that is too coarse may be: one step more than a limit, if it has shown a step."""
+    step = resolution if resolution is not None and math.isfinite(resolution) else 0.0
+    return max(limit, min(limit + step, largest))
+
+
+def note_on(resolution: float | None, limit: float) -> str:
+    """Return what follows from a metric that is too coarse, and what to do."""
+    assert resolution is not None
+    steps = "is the same for all weights tried" if math.isinf(resolution) else f"moves in steps of {resolution:.2g}"
+    return (
+        f"the metric {steps}, and this checkpoint may lose {limit:.2g} (both relative). So an estimate from how "
+        "far the weights move says how coarse they may be, and the metric may be worse by one step. A loss in float32, "
+        "or more data, tells more"
+    )
