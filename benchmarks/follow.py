@@ -261,9 +261,8 @@ rounded to bfloat16, are saved to a run. A second process follows the run with `
 - *XOR* is of the bit patterns. *Byte planes* are all low bytes, then all high bytes. The last row stores one bit for
   each weight, and the XOR of those that have changed.
 - What was decoded was compared with the weights, for each method but the default, which loses a little. Its metric is a
-  loss in bfloat16, which moves in steps of 0.3 %, while a checkpoint may lose 0.13 %. Where the weights in training lie
-  just below a step, all coarse candidates seem worse, so updates can become larger than exact ones. A loss in float32
-  has no such steps.
+  loss in bfloat16, which moves in steps of 0.3 %, while a checkpoint may lose 0.13 %. So an estimate from how far the
+  weights move bounds the search.
 
 {sentence(described)}
 """

@@ -28,7 +28,7 @@ from workloads import Uninterrupted, Workload, key_of
 
 import dynaquant as dq
 from dynaquant.demo import models
-from dynaquant.search.evaluation import degradation
+from dynaquant.search.evaluation import Evaluate, degradation
 
 MAX_DEGRADATION = 0.01
 """The limit for peers. It is also dynaquant's default."""
@@ -48,13 +48,15 @@ SAVE_IN_STEPS = 20
 class Variant:
     """A way to store checkpoints. method: for the legend. arguments: of dynaquant's Checkpointer; None for ExCP.
 
-    seeds: how many are trained. plan: what differs from the training's plan, by field.
+    seeds: how many are trained. plan: what differs from the training's plan, by field. coarse: whether the metric is
+    rounded to bfloat16, so that it moves in steps.
     """
 
     method: str = "default"
     arguments: Mapping[str, Any] | None = field(default_factory=dict)
     plan: Mapping[str, int] = field(default_factory=dict)
     seeds: int = 3
+    coarse: bool = False
 
     def plan_of(self, training: str) -> Plan:
         """Return when a training saves and crashes."""
@@ -87,6 +89,7 @@ VARIANTS = {
     "lossless": Variant("lossless", {"quality": "lossless"}, seeds=1),
     "published": Variant("published", {"quality": dq.Quality(method="published")}),
     "ExCP": Variant("ExCP", None),
+    "coarse metric": Variant("coarse metric", coarse=True),
 }
 """Variants by name: the centre, and what differs from it in one thing."""
 QUICK_VARIANTS = [CENTRE, "ExCP"]
@@ -185,7 +188,8 @@ class Sweep:
     def file(self, training: str, variant: str, seed: int) -> Path:
         """Return the file that keeps a run with checkpoints."""
         found = self.variants[variant]
-        settings = found.plan_of(training), found.arguments, _code_of_training(training), _code(tuple(found.sources))
+        code = _code_of_training(training), _code(tuple(found.sources))
+        settings = found.plan_of(training), found.arguments, found.coarse, *code
         return self.cache / f"promise-{training}-{variant.replace(' ', '-')}-{seed}-{key_of(*settings)}.json"
 
     def undisturbed_file(self, training: str, seed: int, steps: int) -> Path:
@@ -301,13 +305,19 @@ def disturbed(sweep: Sweep, training: str, variant: str, seed: int, tell: Callab
     plan = found.plan_of(training)
 
     def new_work() -> Workload:
-        return TRAININGS[training].new(sweep.data, sweep.cache, plan.steps, seed)
+        work = TRAININGS[training].new(sweep.data, sweep.cache, plan.steps, seed)
+        return replace(work, search_loss=_in_bfloat16(work.search_loss)) if found.coarse else work
 
     with tempfile.TemporaryDirectory(dir=sweep.cache) as folder:
         checkpoints = found.checkpoints(Path(folder), plan.every)
         work, saved, _ = train_with(checkpoints, new_work, plan, tell)
         checkpoints.close()
     return Run(training, variant, seed, work.final_quality(work.model), saved, process_time() - began)
+
+
+def _in_bfloat16(metric: Evaluate) -> Evaluate:
+    """Return a metric rounded to bfloat16, which moves in steps of 0.4 to 0.8 %."""
+    return lambda model: torch.tensor(metric(model)).bfloat16().item()
 
 
 def _keep(file: Path, found: Run | Uninterrupted) -> None:

@@ -54,9 +54,11 @@ def one_step_more(resolution: float | None, limit: float, largest: float) -> flo
 def note_on(resolution: float | None, limit: float) -> str:
     """Return what follows from a metric that is too coarse, and what to do."""
     assert resolution is not None
-    steps = "is the same for all weights tried" if math.isinf(resolution) else f"moves in steps of {resolution:.2g}"
+    moves = f"the metric moves in steps of {resolution:.2g}"
+    if math.isinf(resolution):
+        moves = "the metric is the same for all weights tried"
     return (
-        f"the metric {steps}, and this checkpoint may lose {limit:.2g} (both relative). So an estimate from how "
-        "far the weights move says how coarse they may be, and the metric may be worse by one step. A loss in float32, "
-        "or more data, tells more"
+        f"{moves}, and this checkpoint may lose {limit:.2g} (both relative). So an estimate from how far the weights move "
+        "says how coarse they may be, and the metric may be worse by one step. A loss in float32, or more data, tells "
+        "more"
     )
