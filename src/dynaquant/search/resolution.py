@@ -58,7 +58,7 @@ def note_on(resolution: float | None, limit: float) -> str:
     if math.isinf(resolution):
         moves = "the metric is the same for all weights tried"
     return (
-        f"{moves}, and this checkpoint may lose {limit:.2g} (both relative). So an estimate from how far the weights move "
-        "says how coarse they may be, and the metric may be worse by one step. A loss in float32, or more data, tells "
-        "more"
+        f"{moves}, and this checkpoint may lose {limit:.2g} (both relative). So an estimate from how far the weights "
+        "move says how coarse they may be, and the metric may be worse by one step. A loss in float32, or more data, "
+        "tells more"
     )
