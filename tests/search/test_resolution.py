@@ -10,6 +10,7 @@ from training import train
 
 import dynaquant as dq
 from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration
+from dynaquant.methods.grid.search import BEYOND_ESTIMATE
 from dynaquant.saving.record import degradation_of
 from dynaquant.search.resolution import is_too_coarse, one_step_more, resolution_of
 from dynaquant.search.scores import Trial
@@ -119,7 +120,8 @@ def test_weights_are_about_as_coarse_as_without_a_metric(tmp_path, caplog, metri
     for record, estimated in zip(records[known + 1 :], without[known + 1 :], strict=True):
         assert record.judged_by == "evaluate"
         assert record.quality.degradation <= record.limit <= 0.02
-        assert record.configuration.scale <= estimated.configuration.scale + 16
+        # The estimate's own scale depends by up to an octave on where it began.
+        assert record.configuration.scale <= estimated.configuration.scale + BEYOND_ESTIMATE + 16
         assert len(record.trials) <= 4
 
 

@@ -154,27 +154,27 @@ class _Search:
         memory: SearchMemory,
     ) -> Decision:
         """Decide by a search: by the metric, or by the estimate as far as the metric does not tell weights apart."""
-        limit, margin, known = trials.limit, original.noise_margin, memory.resolution
-        bounded = is_too_coarse(known, limit)
-        history = self._bound(trials, known, limit, margin, memory) if bounded else None
-        found = self._found(trials, memory)
+        limit, margin, resolution = trials.limit, original.noise_margin, memory.resolution
+        history: History | None = None
+        while True:
+            if is_too_coarse(resolution, limit):
+                history = self._bound(trials, resolution, limit, margin, memory)
+            found = self._found(trials, memory)
+            seen, resolution = resolution, resolution_of(trials.done, resolution)
+            if resolution == seen or not is_too_coarse(resolution, limit):
+                break
         sight, blind, reference = self._sight(metric, original.score, trials, memory)
-        resolution = resolution_of(trials.done, known)
+        was_coarse = is_too_coarse(memory.resolution, limit)
         memory = replace(memory, sight=sight, reference=reference, resolution=resolution)
         if blind is not None:
             decision = self.by_estimate(memory, [*notes, blind])
             return replace(decision, quality=trials.quality_of(decision.configuration))
-        if is_too_coarse(resolution, limit):
-            coarse = note_on_resolution(resolution, limit)
-            notes = [*notes, coarse]
-            if not bounded:
-                self.warn(coarse)
-            if resolution != known:
-                history = self._bound(trials, resolution, limit, margin, memory)
-                found = self._found(trials, memory)
-        decision = self._decided(found, trials, judge, trials.limit, margin, notes, memory)
         if history is None:
-            return decision
+            return self._decided(found, trials, judge, limit, margin, notes, memory)
+        coarse = note_on_resolution(resolution, limit)
+        if not was_coarse:
+            self.warn(coarse)
+        decision = self._decided(found, trials, judge, trials.limit, margin, [*notes, coarse], memory)
         allowed = self.limits.of_estimate().allowed
         return replace(decision, estimated=allowed, memory=replace(decision.memory, history=history))
 

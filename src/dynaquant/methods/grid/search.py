@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dynaquant.engine.quantize.grid_weights import GridWeights
-from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, in_short
+from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration, Knobs, in_short
 from dynaquant.methods.grid.scale_search import LONGEST_MOVE, degradation_at_scale_1, first_exponent, scale_search
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found
 from dynaquant.search.history import REMEMBERED, History, LastScale
@@ -18,6 +18,10 @@ MOST_DISTORTION = 0.1
 tried, whatever the metric says: early in a training it may prefer a model with no weights at all."""
 LEAST_DISTORTION = 1e-9
 """The finest grid loses this share: about what 16-bit floats lose."""
+
+BEYOND_ESTIMATE = SCALES_PER_OCTAVE // 2
+"""A grid may be so much coarser than the estimate says if the metric, too coarse to decide, does not forbid it. The
+estimate errs on the safe side."""
 
 
 def history_after(
@@ -45,7 +49,7 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
     finest = weights.scale_exponent_for(LEAST_DISTORTION)
     coarsest = max(min(weights.scale_exponent_for(MOST_DISTORTION), weights.coarsest_scale), finest)
     if trials.is_bounded:
-        bound = trials.bound.scale if isinstance(trials.bound, GridConfiguration) else finest
+        bound = trials.bound.scale + BEYOND_ESTIMATE if isinstance(trials.bound, GridConfiguration) else finest
         coarsest = min(max(bound, finest), coarsest)
     # If the last search found nothing, score the finest grid. Search again only if it is good enough.
     if gave_up and not trials.is_good_enough(GridConfiguration(finest)):
