@@ -71,6 +71,23 @@ def test_errors_heal_where_a_schedule_changes_the_rate_of_an_optimizer_that_it_s
     assert budget.felt < 0.1 * BUDGET.largest
 
 
+@pytest.mark.parametrize("scheduled", [(0,), (1,), (0, 1), ()])
+def test_if_only_some_optimizers_have_a_schedule_restores_add_up(scheduled):
+    weights = [nn.Parameter(torch.zeros(size)) for size in (10, 1000)]
+    optimizers = [torch.optim.AdamW([weights[0]], lr=0.001), torch.optim.SGD([weights[1]], lr=0.1)]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[i], STEPS) for i in scheduled]
+    budget = TrainingBudget(0.005, 0.01)
+    for step in range(1, STEPS // 2):
+        for each in (*optimizers, *schedules):
+            each.step()
+        if step % EVERY == 0:
+            budget = budget.at(TrainingPosition.of(step, optimizers))
+    assert budget.heals == (len(scheduled) == 2)
+    assert budget.allowed > 0.001 if budget.heals else budget.allowed == SHARE_OF_ONE * budget.total
+    if len(scheduled) == 1:
+        assert budget.assumed == "restores add up, because only some parameters have a schedule for the learning rate"
+
+
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_however_often_a_training_is_restored_while_its_rate_rises_what_is_left_is_at_most_one_degradation(every):
     budget, allowed = trained(lambda step: step, range(0, STEPS, every * EVERY))

@@ -47,19 +47,26 @@ class TrainingPosition:
     """How far a training is at a save.
 
     step: of the training; its checkpoint may have another number. rate: the learning rate. has_schedule: whether a
-    schedule has changed it. scaled: whether the learning rate scales the updates of all optimizers.
+    schedule has changed it. scaled: whether the learning rate scales the updates of all optimizers. partly: whether
+    only some parameters have a schedule.
     """
 
     step: int
     rate: float
     has_schedule: bool = False
     scaled: bool = False
+    partly: bool = False
 
     @classmethod
     def of(cls, step: int, optimizers: Sequence[Optimizer]) -> TrainingPosition:
         """Return the position of a training with these optimizers."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        return cls(step, learning_rate(optimizers), has_schedule(groups), scaled_by_rate(optimizers))
+        return cls.of_groups(step, learning_rate(optimizers), groups, scaled_by_rate(optimizers))
+
+    @classmethod
+    def of_groups(cls, step: int, rate: float, groups: Sequence[Mapping[str, Any]], scaled: bool) -> TrainingPosition:
+        """Return the position of a training with these groups of parameters."""
+        return cls(step, rate, has_schedule(groups), scaled, is_partly_scheduled(groups))
 
 
 @dataclass(frozen=True)
@@ -68,15 +75,17 @@ class TrainingBudget:
 
     total: the largest relative loss of quality at the end of the training, as predicted. largest: the largest
     degradation of one checkpoint. expected: how many restores the user expects in the whole training. scaled: whether
-    the learning rate scales the updates of all optimizers. learned: the sum of the learning rates of all steps so far.
-    rate, highest: the learning rate at the last save, and the highest one of any save. changed: whether it has
-    changed since the save before. step: of the last save. count: of restores so far. restores: those still felt.
+    the learning rate scales the updates of all optimizers. partly: whether only some parameters have a schedule.
+    learned: the sum of the learning rates of all steps so far. rate, highest: the learning rate at the last save, and
+    the highest one of any save. changed: whether it has changed since the save before. step: of the last save. count:
+    of restores so far. restores: those still felt.
     """
 
     total: float
     largest: float
     expected: int | None = None
     scaled: bool = False
+    partly: bool = False
     learned: float = 0.0
     rate: float = 0.0
     highest: float = 0.0
@@ -94,8 +103,8 @@ class TrainingBudget:
         learned = self.learned + mean * max(step - self.step, 0)
         first = position.has_schedule
         changed = abs(rate - self.rate) > SAME_RATE * max(rate, self.rate) if self.step > 0 else first
-        highest, scaled = max(self.highest, rate), position.scaled
-        now = replace(self, learned=learned, rate=rate, highest=highest, changed=changed, step=step, scaled=scaled)
+        now = replace(self, learned=learned, rate=rate, highest=max(self.highest, rate), changed=changed, step=step)
+        now = replace(now, scaled=position.scaled, partly=position.partly)
         return replace(now, restores=tuple(each for each in self.restores if now._left(each) > HEALED))
 
     @property
@@ -104,7 +113,7 @@ class TrainingBudget:
 
         While it stays the same, nothing says how long it will, and whether errors have time to heal.
         """
-        return self.scaled and self.changed and self.highest > 0
+        return self.scaled and self.changed and not self.partly and self.highest > 0
 
     @property
     def assumed(self) -> str:
@@ -113,6 +122,8 @@ class TrainingBudget:
             return "errors heal as fast as the learning rate tells"
         if not self.scaled:
             return "restores add up, because the learning rate does not say how fast the optimizer heals errors"
+        if self.partly:
+            return "restores add up, because only some parameters have a schedule for the learning rate"
         return "restores add up, because the learning rate does not change"
 
     @property
@@ -225,6 +236,11 @@ def mean_learning_rate(groups: Sequence[Mapping[str, Any]], counts: Sequence[int
 def has_schedule(groups: Iterable[Mapping[str, Any]]) -> bool:
     """Whether a schedule of ``torch.optim`` has changed a learning rate: it keeps the first one in ``initial_lr``."""
     return any("initial_lr" in group and float(group["initial_lr"]) != _number(group) for group in groups)
+
+
+def is_partly_scheduled(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether schedules of ``torch.optim`` change the learning rates of some groups of parameters, not of all."""
+    return len({"initial_lr" in group for group in groups if group.get("params")}) > 1
 
 
 def _number(group: Mapping[str, Any]) -> float:

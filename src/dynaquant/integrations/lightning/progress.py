@@ -11,7 +11,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.integrations.lightning.training import Training
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.memory import Memory
-from dynaquant.saving.training_budget import TrainingPosition, has_schedule, mean_learning_rate
+from dynaquant.saving.training_budget import TrainingPosition, mean_learning_rate
 from dynaquant.state.tree import dict_items
 from dynaquant.store.container import Header
 
@@ -83,5 +83,5 @@ def progress_at(
     if groups:  # no training goes on from a checkpoint without optimizers (``save_weights_only=True``)
         step = checkpoint.get("global_step", 0)
         scaled = training is not None and training.scaled_by_rate
-        steps, position = steps.at(step), TrainingPosition(step, rate, has_schedule(groups), scaled)
+        steps, position = steps.at(step), TrainingPosition.of_groups(step, rate, groups, scaled)
     return Progress(memory, steps, position, is_restored)
