@@ -156,3 +156,16 @@ def test_a_number_that_is_text_is_no_number(tmp_path):
         pytest.raises(dq.EvaluateError, match=r"loss_fn of LossOn returned '1\.000'; it must return one number"),
     ):
         ckpt.save(1)
+
+
+@pytest.mark.parametrize("batches", [1, 8])
+def test_a_loss_fn_of_other_arguments_gets_advice_of_its_own(tmp_path, batches):
+    model, optimizer = training_of()
+    wrong = dq.LossOn([(1.0, 2.0)] * batches, lambda model, inputs, targets: 0.0)  # noqa: ARG005
+    with (
+        dq.Checkpointer(tmp_path, model, optimizer, evaluate=wrong) as ckpt,
+        pytest.raises(
+            dq.EvaluateError, match=r"loss_fn of LossOn must take the model and a batch and return one number"
+        ),
+    ):
+        ckpt.save(1)

@@ -171,7 +171,7 @@ class _Search:
             return replace(decision, quality=trials.quality_of(decision.configuration))
         if history is None:
             return self._decided(found, trials, judge, limit, margin, notes, memory)
-        coarse = note_on_resolution(resolution, limit)
+        coarse = note_on_resolution(resolution, limit, trials.limit)
         if not was_coarse:
             self.warn(coarse)
         decision = self._decided(found, trials, judge, trials.limit, margin, [*notes, coarse], memory)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from dynaquant.errors import EvaluateError
 from dynaquant.ranks.group import Group
-from dynaquant.search.evaluation import Evaluate, OnBatches, losses_on, mean_of_batches, on_batches
+from dynaquant.search.evaluation import Evaluate, LossOn, OnBatches, losses_on, mean_of_batches, on_batches
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge, PairedJudge
 from dynaquant.search.noise import DEVIATIONS, Noise, mean_of_scores
@@ -76,6 +76,7 @@ class UserMetric:
     def __init__(self, subject: Subject, evaluate: Evaluate, higher_is_better: bool, group: Group) -> None:
         self._subject, self._evaluate, self.higher_is_better = subject, evaluate, higher_is_better
         self._group, self._batched = group, on_batches(evaluate)
+        self._is_loss = isinstance(evaluate, LossOn)
         self._worked = False  # whether it has ever returned a number
 
     def original(self, noise: Noise, number: int, whole: bool) -> OriginalScore:
@@ -108,7 +109,7 @@ class UserMetric:
             times = noise.evaluations_left(counting)
         spent = wasted + len(own)
         if not all(math.isfinite(number) for scores in counting for number in scores):
-            return unusable("the metric of the weights in training is not finite", spent=spent)
+            return unusable(_not_finite(number for scores in counting for number in scores), spent=spent)
         if (known := noise.after(counting)) is None:
             return unusable("the metric is noisy around 0, so no relative degradation can be measured", spent=spent)
         apart = _apart([mean_of_scores(scores) for scores in counting], known.margin)
@@ -148,7 +149,7 @@ class UserMetric:
         counting = by_rank[:1] if communicates else self._group.of_replicas(by_rank)
         scores = [mean_of_batches(found.losses) for found in counting]
         if not all(map(math.isfinite, scores)):
-            return unusable("the metric of the weights in training is not finite", spent=own.spent)
+            return unusable(_not_finite(scores), spent=own.spent)
         known = noise.after([[each] * noise.evaluations for each in scores]) or noise
         value = mean_of_batches(own.losses)
         found = OriginalScore(value, 0.0, communicates, losses=own.losses, spent=own.spent, noise=known)
@@ -186,9 +187,12 @@ class UserMetric:
             raise_on_every_rank([text for _, text in outcomes], error)
         if error is not None and not self._worked:
             advice = _NEEDS_GRADIENTS if "does not require grad" in str(error) else ""
+            takes = (
+                "The loss_fn of LossOn must take the model and a batch" if self._is_loss else "It must take the model"
+            )
             raise EvaluateError(
                 f"evaluate failed on the weights in training, and has never worked ({one_line(error)}); nothing was "
-                f"saved. It must take the model and return one number{advice}"
+                f"saved. {takes} and return one number{advice}"
             ) from error
         self._worked = self._worked or own is not None
         return own, error, [found for found, _ in outcomes if found is not None], communicates
@@ -228,6 +232,11 @@ class UserMetric:
             )
         watched = self._group.watch_communication(self._evaluate)
         return MetricJudge(self._subject, watched, self.higher_is_better, original.score, decided)
+
+
+def _not_finite(scores: Iterable[float]) -> str:
+    found = next(score for score in scores if not math.isfinite(score))
+    return f"the metric of the weights in training is not finite ({found})"
 
 
 def _apart(scores: list[float], noise_margin: float) -> str | None:

@@ -51,14 +51,18 @@ def one_step_more(resolution: float | None, limit: float, largest: float) -> flo
     return max(limit, min(limit + step, largest))
 
 
-def note_on(resolution: float | None, limit: float) -> str:
-    """Return what follows from a metric that is too coarse, and what to do."""
+def note_on(resolution: float | None, limit: float, allowed: float) -> str:
+    """Return what follows from a metric that is too coarse, and what to do. allowed: by ``one_step_more``."""
     assert resolution is not None
-    moves = f"the metric moves in steps of {resolution:.2g}"
+    moves = f"the metric moves in steps of {_percent(resolution)}"
     if math.isinf(resolution):
         moves = "the metric is the same for all weights tried"
     return (
-        f"{moves}, and this checkpoint may lose {limit:.2g} (both relative). So an estimate from how far the weights "
-        "move says how coarse they may be, and the metric may be worse by one step. A loss in float32, or more data, "
-        "tells more"
+        f"{moves}, and this checkpoint may lose {_percent(limit)}. So an estimate from how far the weights move says "
+        f"how coarse they may be, and the metric may be worse by up to {_percent(allowed)}. A loss in float32, or more "
+        "data, tells more"
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
