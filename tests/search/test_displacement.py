@@ -148,7 +148,7 @@ def crash_and_continue(folder, distance: float, **options) -> tuple[Drift, list[
 def indifferent(model: nn.Module) -> float:
     """All weights are as good as equal, unless they are all zero. Equal numbers would be those of a coarse metric."""
     total = sum(float(weight.double().sum()) for weight in model.parameters())
-    return 1.0 + 1e-9 * total if any(weight.any() for weight in model.parameters()) else 2.0
+    return 1.0 + 1e-5 * total if any(weight.any() for weight in model.parameters()) else 2.0
 
 
 @BOTH_METHODS
@@ -221,7 +221,8 @@ def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keep
     def demanding(model: nn.Module) -> float:
         """Good if no weight is off by more than half the distance between two levels."""
         off = (model.weight - exact).abs().max()
-        return 1.0 if off <= 0.55 * model.weight.unique().diff().min() or off == 0 else 2.0
+        good = off <= 0.55 * model.weight.unique().diff().min() or off == 0
+        return (1.0 if good else 2.0) + 1e-5 * float(model.weight.double().sum())  # and no metric in coarse steps
 
     with checkpointer(tmp_path, drift.model, quality=dq.Quality(method="grid"), evaluate=demanding) as ckpt:
         ckpt.save(0).result()
@@ -229,9 +230,10 @@ def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keep
         drift.train(0.002)
         exact.copy_(drift.model.weight)
         second = ckpt.save(1).result()
-    assert {trial.degradation for trial in second.trials if trial.configuration.dithered} == {1.0}
-    assert second.quality.degradation == 0
-    best = max(trial.progress for trial in second.trials if trial.degradation == 0)
+    dithered = [trial.degradation for trial in second.trials if trial.configuration.dithered]
+    assert dithered == [pytest.approx(1, abs=1e-3)] * len(dithered) != []
+    assert second.quality.degradation == pytest.approx(0, abs=1e-3)
+    best = max(trial.progress for trial in second.trials if trial.degradation < 0.5)
     assert second.progress == best < LEAST["grid"]
     assert any("displacement since the restore; with grid" in note for note in second.notes)
 
@@ -383,7 +385,7 @@ def test_if_no_configuration_keeps_enough_the_one_that_keeps_most_is_chosen(tmp_
     first, second = after_a_restore(tmp_path, 0.002)
     assert second.configuration != first.configuration
     assert second.progress == max(trial.progress for trial in second.trials)
-    assert second.quality.degradation == pytest.approx(0, abs=1e-6)
+    assert second.quality.degradation == pytest.approx(0, abs=1e-3)
 
 
 def test_if_no_finer_configuration_is_good_enough_quality_decides_and_a_note_says_so(tmp_path):

@@ -155,7 +155,7 @@ def test_a_metric_that_has_never_worked_is_an_error(tmp_path, caplog, fault, say
         torch.rand(2, generator=order)
         if evaluate.broken:
             return fault(scored)
-        return 1.0 + 1e-9 * float(scored[1].weight.sum()) if scored[1].weight.any() else 2.0
+        return 1.0 + 1e-5 * float(scored[1].weight.sum()) if scored[1].weight.any() else 2.0
 
     evaluate.broken = True
     options = {"evaluate": evaluate, "extras": {"order": order}} | options
@@ -171,7 +171,7 @@ def test_a_metric_that_has_never_worked_is_an_error(tmp_path, caplog, fault, say
             assert after == before
             assert sorted(tmp_path.iterdir()) == files
         evaluate.broken = False
-        assert ckpt.save(3).result().quality.degradation == pytest.approx(0, abs=1e-6)
+        assert ckpt.save(3).result().quality.degradation == pytest.approx(0, abs=1e-3)
         evaluate.broken = True
         record = ckpt.save(4).result()  # once the metric has worked, a failure does not end the training
         assert [note for note in record.notes if says in note]

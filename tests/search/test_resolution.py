@@ -10,7 +10,7 @@ from training import train
 
 import dynaquant as dq
 from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration
-from dynaquant.methods.grid.search import BEYOND_ESTIMATE
+from dynaquant.methods.grid.method import BEYOND_ESTIMATE
 from dynaquant.saving.record import degradation_of
 from dynaquant.search.resolution import is_too_coarse, one_step_more, resolution_of
 from dynaquant.search.scores import Trial
@@ -61,9 +61,16 @@ def saved(folder, metric, saves: int = 8, restore: bool = False, **options) -> l
         (trials((-60, 0.003), (-74, 0.001)), None, None),
         (trials((-60, 0.003), (-66, 0.003)), None, None),  # nearly the same grid
         (trials((-60, 0.003), (-74, 0.003)), None, 0.003),
+        (trials((-60, 0.003), (-74, 0.003 + 1e-8)), None, 0.003),  # the same counts in another order
         (trials((-60, 0.006), (-74, -0.003), (-90, 0.006)), None, 0.003),
+        (trials((-60, 0.006), (-74, 0.006), (-90, 0.005)), None, pytest.approx(0.001)),  # between two candidates
         (trials((-60, 0.0), (-74, 0.0)), None, math.inf),
+        (trials((-60, 0.0)), None, math.inf),
+        (trials((-60, 0.0), share=0.5), None, math.inf),
+        (trials((-60, 0.0), (-74, 0.001)), None, None),
         (trials((-60, 0.0), (-74, 0.0)), 0.003, math.inf),  # an accuracy that has become 1
+        (trials((-60, 0.0), (-74, 0.0), share=0.5), 0.003, math.inf),
+        (trials((-60, 0.0)), 0.003, 0.003),  # the same by chance
         (trials((-60, 0.0)), math.inf, math.inf),
         (trials((-60, 0.004)), math.inf, 0.004),
         (trials((-60, 0.004)), 0.003, 0.003),
@@ -86,10 +93,12 @@ def test_published_configurations_say_nothing_about_steps():
 
 def test_a_metric_is_too_coarse_if_its_step_is_larger_than_the_limit():
     assert [is_too_coarse(each, 0.002) for each in (None, 0.001, 0.002, 0.003, math.inf)] == 3 * [False] + 2 * [True]
-    assert not any(is_too_coarse(0.003, limit) for limit in (0.0, -0.001))  # nothing is allowed
+    assert is_too_coarse(0.003, 0.0)  # no loss is allowed
+    assert not is_too_coarse(0.003, -0.001)  # the noise of the metric leaves nothing
     assert one_step_more(0.003, 0.002, 0.01) == 0.005
     assert one_step_more(0.03, 0.002, 0.01) == 0.01
     assert one_step_more(math.inf, 0.002, 0.01) == one_step_more(0.03, 0.002, 0.001) == 0.002
+    assert one_step_more(0.003, 0.0, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("resolution", [None, 0.003, math.inf])
@@ -98,7 +107,7 @@ def test_a_record_keeps_the_resolution(resolution):
     assert SearchMemory.from_record({"search": memory.to_json()}, {}).resolution == resolution
 
 
-@pytest.mark.parametrize("invalid", ["much", [], {}, math.nan, -1.0, 0.0, "nan"])
+@pytest.mark.parametrize("invalid", ["much", [], {}, math.nan, -1.0, 0.0, "nan", 10**400])
 def test_an_invalid_resolution_is_ignored(invalid):
     assert SearchMemory.from_record({"search": {"resolution": invalid}}, {}).resolution is None
 

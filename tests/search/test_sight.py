@@ -159,7 +159,9 @@ def test_an_accuracy_that_is_the_same_for_good_candidates_still_decides(tmp_path
         record = ckpt.save(1).result()
     assert {trial.degradation for trial in record.trials} == {0.0}
     assert record.judged_by == "evaluate"
-    assert caplog.messages == record.notes == []
+    (note,) = record.notes
+    assert note.startswith("the metric is the same for all weights tried")
+    assert caplog.messages == [note]
     assert record.equivalents == len(calls) == 5 + len(record.trials) + 1  # one for destroyed weights
 
 

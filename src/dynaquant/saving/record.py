@@ -252,22 +252,23 @@ def _quality(found: Mapping[str, Any]) -> MeasuredQuality:
 
 
 def degradation_of(record: Mapping[str, Any]) -> float:
-    """Return what a restore of a checkpoint counts as.
+    """Return what a restore of a checkpoint counts as: the measured degradation, or else what was allowed.
 
-    That is the measured degradation; what the estimate allowed if no metric judged, or one that was too coarse; 0 if
-    neither is known.
+    0 if neither is known. Of a metric that was too coarse to tell, the record has an estimate.
     """
     quality, search = record.get("quality"), record.get("search")
-    search = search if isinstance(search, Mapping) else {}
-    if isinstance(estimated := search.get("estimated"), float) and record.get("configuration") is not None:
-        return estimated
-    judged = search.get("judged_by") == "evaluate"
+    judged = isinstance(search, Mapping) and search.get("judged_by") == "evaluate" and not search.get("estimated")
     value = quality.get("degradation") if judged and isinstance(quality, Mapping) else limit_of(record)
     return value if isinstance(value, float) else 0.0
 
 
 def limit_of(record: Mapping[str, Any]) -> float | None:
-    """Return the degradation that a checkpoint was allowed; None if its weights are exact or the record is invalid."""
+    """Return the degradation that a checkpoint was allowed; None if its weights are exact or the record is invalid.
+
+    One step of a metric that was too coarse does not count.
+    """
     search = record.get("search")
-    value = search.get("limit") if isinstance(search, Mapping) and record.get("configuration") is not None else None
+    if not isinstance(search, Mapping) or record.get("configuration") is None:
+        return None
+    value = search.get("estimated") or search.get("limit")
     return value if isinstance(value, float) else None

@@ -6,7 +6,8 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cache, partial
+from typing import NamedTuple, Protocol
 
 from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.ranks.group import Group
@@ -62,6 +63,12 @@ class PreparedWeights(Protocol):
     def find(self, trials: Trials, memory: SearchMemory) -> Found:
         """Return the most compact configuration that is good enough. Collective."""
 
+    def bound(self, estimated: Knobs | None) -> Knobs | None:
+        """Return the coarsest configuration that a metric in coarse steps may choose; None if searches know no bound.
+
+        estimated: what is good enough by the estimate, if anything is.
+        """
+
     def last(self, memory: SearchMemory, limit: float) -> tuple[Search, Knobs]:
         """Return the last configuration, and how it counts as found if no weight has changed since."""
 
@@ -114,6 +121,16 @@ class ConfigurationManager:
         return search.by_estimate(memory)
 
 
+class _Bound(NamedTuple):
+    """What bounds a search whose metric moves in coarse steps.
+
+    coarsest: configuration to try. history: what the estimate's next search starts from.
+    """
+
+    coarsest: Knobs | None
+    history: History
+
+
 @dataclass(frozen=True)
 class _Search:
     """The search of one save. fixed: the user's configuration. quiet: whether notes are for the record only."""
@@ -154,55 +171,71 @@ class _Search:
         memory: SearchMemory,
     ) -> Decision:
         """Decide by a search: by the metric, or by the estimate as far as the metric does not tell weights apart."""
-        limit, margin, resolution = trials.limit, original.noise_margin, memory.resolution
-        history: History | None = None
-        while True:
+        limit, margin = trials.limit, original.noise_margin
+        size = abs(self.group.from_rank_0(original.score))
+        resolution = known = self._known_resolution(memory, size)
+        bound = cache(partial(self._bound, memory))
+
+        def find() -> Found:
             if is_too_coarse(resolution, limit):
-                history = self._bound(trials, resolution, limit, margin, memory)
-            found = self._found(trials, memory)
-            seen, resolution = resolution, resolution_of(trials.done, resolution)
-            if resolution == seen or not is_too_coarse(resolution, limit):
-                break
+                trials.go_on(one_step_more(resolution, limit, self.limits.last_resort - margin), bound().coarsest)
+            else:
+                trials.go_on(limit, None)
+            return self._found(trials, memory)
+
+        found = find()
         sight, blind, reference = self._sight(metric, original.score, trials, memory)
-        was_coarse = is_too_coarse(memory.resolution, limit)
-        memory = replace(memory, sight=sight, reference=reference, resolution=resolution)
+        memory = replace(memory, sight=sight, reference=reference)
         if blind is not None:
             decision = self.by_estimate(memory, [*notes, blind])
             return replace(decision, quality=trials.quality_of(decision.configuration))
-        if history is None:
+        while self._can_be_bounded and (seen := resolution_of(trials.done, resolution)) != resolution:
+            before, resolution = resolution, seen
+            if is_too_coarse(before, limit) or is_too_coarse(seen, limit):
+                found = find()
+        memory = replace(memory, resolution=resolution and resolution * (size or math.inf))
+        if not is_too_coarse(resolution, limit):
             return self._decided(found, trials, judge, limit, margin, notes, memory)
         coarse = note_on_resolution(resolution, limit, trials.limit)
-        if not was_coarse:
+        if not is_too_coarse(known, limit):
             self.warn(coarse)
         decision = self._decided(found, trials, judge, trials.limit, margin, [*notes, coarse], memory)
-        allowed = self.limits.of_estimate().allowed
-        return replace(decision, estimated=allowed, memory=replace(decision.memory, history=history))
+        beyond = decision.quality.degradation - trials.limit if decision.quality else 0.0  # the last resort
+        memory = replace(decision.memory, history=bound().history)
+        return replace(decision, estimated=limit + max(beyond, 0.0), memory=memory)
+
+    @property
+    def _can_be_bounded(self) -> bool:
+        """Whether the method's search knows a bound."""
+        return self.prepared.bound(None) is not None
+
+    def _known_resolution(self, memory: SearchMemory, size: float) -> float | None:
+        """Return what earlier saves say of a metric's step, relative to a score of this size."""
+        if memory.resolution is None or not self._can_be_bounded:
+            return None
+        return memory.resolution / size if size > 0 else math.inf
+
+    def _bound(self, memory: SearchMemory) -> _Bound:
+        """Search by the estimate, whether it is trusted or not: a metric in coarse steps still forbids. Collective."""
+        trials = self._with_estimate(memory)
+        found = self._found(trials, memory).good_enough
+        history = memory.history
+        if found is not None and trials.has_weights:
+            history = self.prepared.after(memory, self.limits.allowed, found, trials).history
+        return _Bound(self.prepared.bound(found), history)
 
     def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
-        search, trials = self._with_estimate(memory)
-        found = search._found(trials, memory)
-        estimate = self.prepared.estimate
-        return search._decided(found, trials, estimate, search.limits.allowed, 0.0, notes, memory)
-
-    def _with_estimate(self, memory: SearchMemory) -> tuple[_Search, Trials]:
-        """Return the search by the estimate, and its trials."""
         # Where the estimate is trusted less, the weights often are exact. That is said once, not at every save.
         search = replace(self, limits=self.limits.of_estimate(), quiet=self.limits.trust() < 1)
-        at_once = 1 if self.prepared.quantizer.shards.divided else self.group.size
-        return search, search._trials(self.prepared.estimate, search.limits.allowed, at_once, memory)
+        trials, limit = search._with_estimate(memory), search.limits.allowed
+        found = search._found(trials, memory)
+        return search._decided(found, trials, self.prepared.estimate, limit, 0.0, notes, memory)
 
-    def _bound(
-        self, trials: Trials, resolution: float | None, limit: float, noise_margin: float, memory: SearchMemory
-    ) -> History:
-        """Let the estimate bound a search whose metric is too coarse. Returns what its next search starts from."""
-        search, estimated = self._with_estimate(memory)
-        found = search._found(estimated, memory).good_enough
-        allowed = one_step_more(resolution, limit, self.limits.last_resort - noise_margin)
-        trials.go_on(allowed, found)
-        if found is None or not trials.has_weights:
-            return memory.history
-        return self.prepared.after(memory, search.limits.allowed, found, estimated).history
+    def _with_estimate(self, memory: SearchMemory) -> Trials:
+        """Return trials that the estimate judges."""
+        at_once = 1 if self.prepared.quantizer.shards.divided else self.group.size
+        return self._trials(self.prepared.estimate, self.limits.allowed, at_once, memory)
 
     def _sight(
         self, metric: UserMetric, score: float, trials: Trials, memory: SearchMemory

@@ -9,46 +9,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.search.scores import Trial
 
 FURTHER_APART = SCALES_PER_OCTAVE // 2
-"""Two grids whose scales differ by so much differ by a factor of two in what they lose. A metric that gives exactly the
-same number for both moves in steps."""
+"""Two grids whose scales differ by so much differ by a factor of two in what they lose. A metric that gives the same
+number for both moves in steps. (A loss in float32 hardly ever does: only if the metric does not depend on the tensors
+in which they differ.)"""
+SAME = 1e-7
+"""Relative difference of numbers that count as the same: the mean of the same counts, added up in another order."""
 
 
 def resolution_of(trials: Sequence[Trial], known: float | None) -> float | None:
     """Return the smallest change of a metric that moves in steps, relative; None if nothing says that it does.
 
-    trials: of one save. known: what earlier saves have said. A smaller change than that replaces it. Infinite while the
-    metric gives the same number for all weights, as an accuracy of 1 does.
+    trials: of one save. known: what earlier saves have said. A smaller change replaces it. Infinite while the metric
+    gives the same number for all weights, as an accuracy of 1 does.
     """
-    whole = [t for t in trials if t.share == 1 and t.degradation is not None and math.isfinite(t.degradation)]
-    smallest = min((abs(trial.degradation) for trial in whole if trial.degradation), default=math.inf)
-    if any(_coincide(*pair) for pair in combinations(whole, 2)):
-        return smallest if known is None or math.isinf(smallest) else min(known, smallest)
-    return None if known is None else min(known, smallest)
+    judged = [(t, t.degradation) for t in trials if t.degradation is not None and math.isfinite(t.degradation)]
+    whole = [each for each in judged if each[0].share == 1]
+    levels = sorted({0.0, *(worse for _, worse in whole)})  # 0: the weights in training
+    smallest = min((high - low for low, high in pairwise(levels) if high - low > SAME), default=math.inf)
+    exact = [each for each in judged if each[0].share == 1 or abs(each[1]) <= SAME]
+    in_steps = any(_coincide(*pair) for pair in combinations(exact, 2))
+    if known is None:  # whatever is tried first changes an ordinary metric
+        in_steps = in_steps or (bool(judged) and all(abs(worse) <= SAME for _, worse in judged))
+        return smallest if in_steps else None
+    return math.inf if in_steps and math.isinf(smallest) else min(known, smallest)
 
 
-def _coincide(one: Trial, other: Trial) -> bool:
+def _coincide(one: tuple[Trial, float], other: tuple[Trial, float]) -> bool:
     """Return whether the metric is the same for two grids that lose clearly different amounts."""
-    grid, second = one.configuration, other.configuration
-    if not (isinstance(grid, GridConfiguration) and isinstance(second, GridConfiguration)):
+    (first, worse), (second, by) = one, other
+    grids = first.configuration, second.configuration
+    if not isinstance(grids[0], GridConfiguration) or not isinstance(grids[1], GridConfiguration):
         return False
-    return one.degradation == other.degradation and abs(grid.scale - second.scale) >= FURTHER_APART
+    return abs(worse - by) <= SAME and abs(grids[0].scale - grids[1].scale) >= FURTHER_APART
 
 
 def is_too_coarse(resolution: float | None, limit: float) -> bool:
     """Return whether a metric cannot tell where a limit is. resolution: see ``resolution_of``."""
-    return resolution is not None and 0 < limit < resolution
+    return resolution is not None and 0 <= limit < resolution
 
 
 def one_step_more(resolution: float | None, limit: float, largest: float) -> float:
     """Return how much worse a metric that is too coarse may be: one step more than a limit, if it has shown a step."""
     step = resolution if resolution is not None and math.isfinite(resolution) else 0.0
-    return max(limit, min(limit + step, largest))
+    return max(limit, min(limit + step, largest)) if limit > 0 else limit
 
 
 def note_on(resolution: float | None, limit: float, allowed: float) -> str:

@@ -21,8 +21,8 @@ class SearchMemory:
     history: the results of the last searches. gave_up: whether the last one found nothing good enough. noise: of the
     metric. saves: how many saves the metric has judged. whole: whether it can be evaluated only as a whole, because
     the numbers of its batches do not repeat. sight: what it told of weights at the last save. reference: its score of
-    the weights in training that later ones are compared with. resolution: of a metric that moves in steps, see
-    ``resolution_of``. restored: the quantized weights of the last restore by name, while checkpoints have to keep what
+    the weights in training that later ones are compared with. resolution: the step of a metric that moves in steps, in
+    the metric's units. restored: the quantized weights of the last restore by name, while checkpoints have to keep what
     has changed since.
 
     A record has all but the last restore, which is the checkpoint itself, and ``whole``, which a restored training
@@ -76,6 +76,6 @@ class SearchMemory:
 def _resolution_from_json(data: Any) -> float | None:
     try:
         value = number_from_json(data)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return None
     return value if value is not None and value > 0 else None

@@ -53,8 +53,7 @@ class Trials:
 
     limit: the largest degradation that is good enough. per_round: how many configurations are scored in one round: one
     by each replica, whose first rank's number counts, or one in all if the metric communicates between replicas. Then
-    rank 0's number counts. is_bounded: whether no configuration may be coarser than ``bound``; if that is None, than
-    the finest.
+    rank 0's number counts. coarsest: the coarsest configuration to try; None if only the method bounds them.
     """
 
     def __init__(
@@ -67,8 +66,7 @@ class Trials:
         per_round: int,
     ) -> None:
         self.limit, self.per_round = limit, per_round
-        self.is_bounded = False
-        self.bound: Knobs | None = None
+        self.coarsest: Knobs | None = None
         self._quantizer, self._judge, self._displacement, self._group = quantizer, judge, displacement, group
         self._scored: dict[Knobs, tuple[Trial, MeasuredQuality | None]] = {}
         self._shares_kept: dict[Knobs, float | None] = {}
@@ -92,9 +90,9 @@ class Trials:
         """What has been evaluated, in evaluations on all batches."""
         return self._spent_on_zeros + sum(trial.share for trial in self.done)
 
-    def go_on(self, limit: float, bound: Knobs | None) -> None:
-        """Search again with another limit, and with a bound. What has been scored stays known."""
-        self.limit, self.is_bounded, self.bound = limit, True, bound
+    def go_on(self, limit: float, coarsest: Knobs | None) -> None:
+        """Search again with another limit and bound. What has been scored stays known."""
+        self.limit, self.coarsest = limit, coarsest
 
     def score(self, configurations: Sequence[Knobs], least_kept: float = 0.0, low: float = -math.inf) -> list[float]:
         """Return the degradations of configurations; at most ``per_round`` of them may be new. Collective.
@@ -230,7 +228,7 @@ class Trials:
         outcome = self._group.run_on_all_ranks(
             lambda: lockstep.run(lambda: self._try(own, least_kept, bounds, lockstep))
         )
-        if self.per_round > 1 and self._group.saw_communication():
+        if self.per_round > 1 and self._judge.judged_by == "evaluate" and self._group.saw_communication():
             raise MixedScoresError
         outcomes = self._group.all_gather(outcome)
         if self._group.size > 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynaquant.engine.forms.scheme import Coder
 from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
-from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs
+from dynaquant.engine.quantize.knobs import MAX_SCALE, SCALES_PER_OCTAVE, GridConfiguration, Knobs
 from dynaquant.engine.tensors.codebook import Grid
 from dynaquant.methods.grid.search import history_after, search_grid
 from dynaquant.methods.method import WeightsToPrepare
@@ -67,6 +67,11 @@ class GridMethod:
         return PreparedForGrid(found, measured), found.notes
 
 
+BEYOND_ESTIMATE = SCALES_PER_OCTAVE // 2
+"""A grid may be so much coarser than the estimate says if a metric in coarse steps does not forbid it. The estimate
+errs on the safe side."""
+
+
 @dataclass(frozen=True)
 class PreparedForGrid:
     """The weights of a checkpoint, ready for every scale. measured: whether any mean squared gradient is known."""
@@ -81,6 +86,12 @@ class PreparedForGrid:
         grid = self.quantizer
         judged_by: JudgedBy = "fisher distortion" if self.measured and grid.mean_squares else "distortion"
         return DistortionJudge(grid.weights, grid.mean_squares, judged_by, grid.shards)
+
+    def bound(self, estimated: Knobs | None) -> Knobs:
+        """Return the coarsest grid that a metric in coarse steps may choose. estimated: good enough by the estimate."""
+        if not isinstance(estimated, GridConfiguration):
+            return GridConfiguration(-MAX_SCALE)
+        return GridConfiguration(min(estimated.scale + BEYOND_ESTIMATE, MAX_SCALE))
 
     def find(self, trials: Trials, memory: SearchMemory) -> Found:
         """Return the coarsest grid that is good enough. Collective."""

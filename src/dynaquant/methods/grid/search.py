@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dynaquant.engine.quantize.grid_weights import GridWeights
-from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration, Knobs, in_short
+from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, in_short
 from dynaquant.methods.grid.scale_search import LONGEST_MOVE, degradation_at_scale_1, first_exponent, scale_search
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found
 from dynaquant.search.history import REMEMBERED, History, LastScale
@@ -18,10 +18,6 @@ MOST_DISTORTION = 0.1
 tried, whatever the metric says: early in a training it may prefer a model with no weights at all."""
 LEAST_DISTORTION = 1e-9
 """The finest grid loses this share: about what 16-bit floats lose."""
-
-BEYOND_ESTIMATE = SCALES_PER_OCTAVE // 2
-"""A grid may be so much coarser than the estimate says if the metric, too coarse to decide, does not forbid it. The
-estimate errs on the safe side."""
 
 
 def history_after(
@@ -48,9 +44,8 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
     limit = trials.limit
     finest = weights.scale_exponent_for(LEAST_DISTORTION)
     coarsest = max(min(weights.scale_exponent_for(MOST_DISTORTION), weights.coarsest_scale), finest)
-    if trials.is_bounded:
-        bound = trials.bound.scale + BEYOND_ESTIMATE if isinstance(trials.bound, GridConfiguration) else finest
-        coarsest = min(max(bound, finest), coarsest)
+    if isinstance(trials.coarsest, GridConfiguration):
+        coarsest = min(max(trials.coarsest.scale, finest), coarsest)
     # If the last search found nothing, score the finest grid. Search again only if it is good enough.
     if gave_up and not trials.is_good_enough(GridConfiguration(finest)):
         return NOTHING_GOOD_ENOUGH
@@ -62,7 +57,7 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
         return scale_search(start, finest, coarsest, score, limit, earlier, trials.per_round)
 
     earlier: Sequence[float] | None = None
-    if trials.is_bounded:
+    if trials.coarsest is not None:
         start = coarsest
     elif last is not None:
         start, earlier = first_exponent(last.exponent, last.at_scale_1, limit), last.at_scale_1

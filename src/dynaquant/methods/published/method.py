@@ -102,6 +102,9 @@ class PreparedForClusters:
         weighting = self.mean_squares if self.mean_squares.keys() >= weights.keys() else {}
         return DistortionJudge(weights, weighting, "fisher distortion" if weighting else "distortion")
 
+    def bound(self, estimated: Knobs | None) -> None:
+        """Return None: its search is that of the paper, and knows no bound."""
+
     def find(self, trials: Trials, memory: SearchMemory) -> Found:
         """Return the smallest configuration that is good enough. Collective."""
         last = memory.history.last_configuration(trials.limit)
