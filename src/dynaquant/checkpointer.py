@@ -102,8 +102,9 @@ class Checkpointer:
     Threads: ``save``, ``restore`` and ``close`` raise RuntimeError while another of them is running (in another thread,
     or because ``evaluate`` made the call), in the writing thread, and the first two in a forked child.
 
-    Raises StateError for objects that cannot be saved, CheckpointError if another process writes to the folder
-    or the ranks do not share it, ValueError and TypeError for arguments that are wrong or exclude each other.
+    Raises StateError for objects that cannot be saved, CheckpointError if the folder is not writable, another process
+    writes to it or the ranks do not share it, ValueError and TypeError for arguments that are wrong or exclude each
+    other.
     """
 
     def __init__(
