@@ -234,7 +234,7 @@ class Checkpointer:
 
         step: the step or the tag of a checkpoint, instead of the newest.
         only: what to restore, e.g. ``"model"`` or ``("model", "optimizer")``: names of objects, and ``"rng"`` for the
-        global random number generators. Everything else is unchanged.
+        global random number generators. Everything else is unchanged, but has to verify, too.
         strict: False leaves out what does not fit, such as a new head or another optimizer. ``not_restored`` and logged
         warnings list it.
 

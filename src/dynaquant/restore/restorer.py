@@ -144,7 +144,9 @@ class Restorer:
         reasons = self.group.from_rank_0("\n  ".join(str(error) for error in self.skipped))
         raise CheckpointError(
             f"{self.run.folder}: no checkpoint of this run can be restored:\n  {reasons}\n"
-            "Nothing was changed. To train from the beginning, use an empty folder."
+            "Nothing was changed. The weights may be sound where another part is damaged, and can be read alone: "
+            "dq.load(run, step, part='model'), dq.load_into(model, run, step) or 'dynaquant export RUN STEP'. To train "
+            "from the beginning, use an empty folder."
         )
 
     def _candidates(self, step: int | str | None) -> list[Parent]:
