@@ -235,8 +235,8 @@ class Checkpointer:
         step: the step or the tag of a checkpoint, instead of the newest.
         only: what to restore, e.g. ``"model"`` or ``("model", "optimizer")``: names of objects, and ``"rng"`` for the
         global random number generators. Everything else is unchanged, but has to verify, too.
-        strict: False leaves out what does not fit, such as a new head or another optimizer. ``not_restored`` and logged
-        warnings list it.
+        strict: False leaves out what does not fit, such as a new head or another optimizer. ``not_restored`` lists it,
+        and a logged warning has the count and the first differences.
 
         Raises CheckpointError if no checkpoint verifies, or if the requested one does not exist or is damaged;
         StateError if it does not fit the objects; ValueError for an unknown name in ``only``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.errors import StateError
+from dynaquant.formatting import plural
 from dynaquant.ranks.dtensors import tied_keys
 from dynaquant.restore.model_tensors import expanded_error, renaming_problem, tied_problem
 from dynaquant.state import wrappers
@@ -25,6 +26,8 @@ from dynaquant.training.objects import CLASSES, GENERATOR, MAIN, PARAMETERS, RNG
 
 _MOST_LISTED = 10
 """Differences that a message lists."""
+MOST_IN_SHORT = 3
+"""Differences that a warning shows."""
 
 
 @dataclass
@@ -150,6 +153,13 @@ def raise_if_any(problems: list[str], what: str, advice: str) -> None:
         more = [f"… and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
         shown = "\n  ".join(problems[:_MOST_LISTED] + more)
         raise StateError(f"{what} does not fit the objects to restore:\n  {shown}\nNothing was changed. {advice}")
+
+
+def in_short(problems: Sequence[str]) -> str:
+    """Return the count of problems and the first three: ``8 differences: …; …; …; and 5 more (…)``."""
+    rest = len(problems) - MOST_IN_SHORT
+    more = [f"and {rest} more (not_restored lists them, and the log at level INFO)"] if rest > 0 else []
+    return f"{plural(len(problems), 'difference')}: {'; '.join([*problems[:MOST_IN_SHORT], *more])}"
 
 
 def _fit_module(
