@@ -110,8 +110,8 @@ def test_parts_that_do_not_fit_are_left_unchanged_and_listed(folder, caplog):
     with dq.Checkpointer(folder, model, optimizer, extras={"progress": {}}) as ckpt:
         assert ckpt.restore(strict=False) == 4
         said = ckpt.not_restored
-        assert "the checkpoint has no 'progress'" in said
-        assert "the checkpoint has 'scheduler', which was not given" in said
+        assert "the checkpoint has no extra 'progress'" in said
+        assert "the checkpoint has an extra 'scheduler', which was not given" in said
         assert "model.4.weight was float32[40, 24] and is float32[7, 24]" in said
         assert "model.5.weight is not in the checkpoint" in said
         assert "optimizer had no parameter model.5.weight" in said

@@ -78,10 +78,11 @@ def fit_state(
     present = state_by_object(now, objects)
     random = stored_rng_state(state, rank)
     wanted = objects.keys() if only is None else only
-    found.problems += [f"the checkpoint has no {name!r}" for name in sorted(set(wanted) - set(stored))]
+    found.problems += [f"the checkpoint has no {_in_words(name)}" for name in sorted(set(wanted) - set(stored))]
     if only is None:
         found.problems += [
-            f"the checkpoint has {name!r}, which was not given" for name in sorted(set(stored) - set(objects))
+            f"the checkpoint has {_in_words(name, 'an ')}, which was not given"
+            for name in sorted(set(stored) - set(objects))
         ]
     malformed = _objects_outside_optimizers({name: objects[name] for name in wanted}, stored)
     found.problems += malformed.values()
@@ -117,6 +118,10 @@ def fit_state(
     modules = {name: present[name] for name in found.states if isinstance(objects[name], nn.Module)}
     _leave_out_other_values_of_tied(found, modules, hash_of)
     return found
+
+
+def _in_words(name: str, article: str = "") -> str:
+    return f"{name!r}" if name.partition(".")[0] in MAIN else f"{article}extra {name!r}"
 
 
 def _dtypes(present: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str | int, torch.dtype]:
