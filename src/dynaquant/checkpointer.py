@@ -102,8 +102,9 @@ class Checkpointer:
     Threads: ``save``, ``restore`` and ``close`` raise RuntimeError while another of them is running (in another thread,
     or because ``evaluate`` made the call), in the writing thread, and the first two in a forked child.
 
-    Raises StateError for objects that cannot be saved, CheckpointError if another process writes to the folder
-    or the ranks do not share it, ValueError and TypeError for arguments that are wrong or exclude each other.
+    Raises StateError for objects that cannot be saved, CheckpointError if the folder is not writable, another process
+    writes to it or the ranks do not share it, ValueError and TypeError for arguments that are wrong or exclude each
+    other.
     """
 
     def __init__(
@@ -233,9 +234,9 @@ class Checkpointer:
 
         step: the step or the tag of a checkpoint, instead of the newest.
         only: what to restore, e.g. ``"model"`` or ``("model", "optimizer")``: names of objects, and ``"rng"`` for the
-        global random number generators. Everything else is unchanged.
-        strict: False leaves out what does not fit, such as a new head or another optimizer. ``not_restored`` and logged
-        warnings list it.
+        global random number generators. Everything else is unchanged, but has to verify, too.
+        strict: False leaves out what does not fit, such as a new head or another optimizer. ``not_restored`` lists it,
+        and a logged warning has the count and the first differences.
 
         Raises CheckpointError if no checkpoint verifies, or if the requested one does not exist or is damaged;
         StateError if it does not fit the objects; ValueError for an unknown name in ``only``.

@@ -78,7 +78,7 @@ def test_a_changed_optimizer_is_refused_and_nothing_is_changed(tmp_path, build, 
 def test_other_extras_are_refused_and_nothing_is_changed(tmp_path):
     saved(tmp_path, [1], extras={"shuffle": torch.Generator()})
     model = model_of()
-    said = ["the checkpoint has no 'augment'", "the checkpoint has 'shuffle', which was not given"]
+    said = ["the checkpoint has no extra 'augment'", "the checkpoint has an extra 'shuffle', which was not given"]
     assert_refused(tmp_path, model, adamw(model), {"augment": torch.Generator()}, said)
 
 

@@ -175,3 +175,10 @@ def test_saving_into_a_run_without_restoring_keeps_the_newest_and_the_tagged_of_
     assert len([tag for tag in tags_of(run) if tag.name.startswith("earlier-")]) == 3
     assert "holds 3 checkpoints, but none was restored" in caplog.text
     assert f"The newest of them and those with a tag stay: {names[1]}, {names[3]}." in caplog.text
+
+
+def test_the_warning_of_another_training_counts_one_checkpoint(tmp_path, caplog):
+    saved(tmp_path, [1])
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt:
+        ckpt.save(1)
+    assert "holds 1 checkpoint, but none was restored" in caplog.text

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from commands import call
+from safetensors.torch import load_file
 from small_runs import damage, saved, training_of, weights_of
 from training import bits, train
 
@@ -84,6 +86,25 @@ def test_a_run_without_a_checkpoint_that_verifies_is_an_error_and_changes_nothin
     assert f"\n  {run.path(1)}: tensor " in said
     assert "Nothing was changed." in said
     assert bits(collect({"model": model, "optimizer": optimizer})) == before
+
+
+def test_weights_can_be_read_if_only_another_part_is_damaged(tmp_path):
+    saved(tmp_path, [1])
+    file = Run(tmp_path).file(1)
+    stream = file.read(file.header.by_name["rng.torch"])
+    content = bytearray(file.path.read_bytes())
+    content[content.index(stream) + len(stream) // 2] ^= 1
+    file.path.write_bytes(content)
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt, pytest.raises(dq.CheckpointError) as caught:
+        ckpt.restore(only="model")
+    assert "tensor rng.torch" in str(caught.value)
+    for way in ("dq.load(run, step, part='model')", "dq.load_into(model, run, step)", "dynaquant export RUN STEP"):
+        assert way in str(caught.value)
+    dq.load_into(model, tmp_path, 1)
+    call("export", tmp_path, 1, "-o", tmp_path / "model.safetensors")
+    assert bits(dq.load(tmp_path, 1, part="model")) == bits(model.state_dict())
+    assert {*load_file(tmp_path / "model.safetensors")} == {*model.state_dict()}
 
 
 def test_training_continues_after_a_damaged_newest_checkpoint(tmp_path):

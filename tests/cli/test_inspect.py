@@ -384,6 +384,9 @@ def test_a_truncated_file_is_skipped_with_a_warning(tmp_path, fails):
     command = [sys.executable, "-m", "dynaquant.cli", "diff", str(tmp_path), "20", "40"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     assert said.count("skipped") == 1  # although it opens the run several times
+    command = [sys.executable, "-m", "dynaquant.cli", "export", str(tmp_path), "-o", str(tmp_path / "model.pt")]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert said.count(f"skipped {path}") == 1
     for step in (20, 40, 60):
         path = Run(tmp_path).path(step)
         path.write_bytes(path.read_bytes()[:-5])

@@ -163,7 +163,7 @@ def test_a_link_to_the_last_file_keeps_its_checkpoint(tmp_path, monkeypatch, lin
     last = checkpoints(tmp_path) / "last.ckpt"
     assert last.is_symlink() == link
     assert dq.load(last)["global_step"] == 3 * STEPS_PER_EPOCH
-    assert "1 of 1 checkpoints" in call("verify", last)
+    assert "1 of 1 checkpoint decodes" in call("verify", last)
 
 
 def test_a_copy_keeps_the_checkpoint_of_a_removed_file(tmp_path):

@@ -438,6 +438,35 @@ def test_an_unreadable_newest_file_does_not_take_the_model_back(trained):
     trained.ckpt.close()
 
 
+def test_a_warning_names_a_skipped_file_once(trained, caplog):
+    trained(3)
+    trained.ckpt.close()
+    path = Run(trained.folder).path(3)
+    path.write_bytes(b"nonsense")
+    said = f"step 2 is the newest that can be read; skipped {path}: not a dynaquant checkpoint"
+    misfit = dq.follow(trained.folder, nn.Linear(2, 2), timeout=0)
+    for _ in range(2):
+        with pytest.raises(StateError):
+            misfit.update()
+    assert [message.startswith(said) for message in caplog.messages] == [True]
+    caplog.clear()
+    follower, _ = follower_of(trained)
+    assert [follower.update() for _ in range(3)] == [2, None, None]
+    assert [message.startswith(said) for message in caplog.messages] == [True]
+
+
+def test_a_warning_names_a_newer_file_that_cannot_be_read(trained, caplog):
+    follower, _ = follower_of(trained)
+    trained()
+    assert next(follower) == 1
+    trained()
+    trained.ckpt.close()
+    Run(trained.folder).path(2).write_bytes(b"nonsense")
+    assert [follower.update() for _ in range(3)] == [None, None, None]
+    assert len(caplog.messages) == 1
+    assert "step 1 is the newest that can be read; skipped" in caplog.text
+
+
 # Real writers
 
 

@@ -92,6 +92,20 @@ def test_a_step_of_a_file_and_a_folder_without_checkpoints_are_errors(run, tmp_p
         dq.load(tmp_path / "m.pt")
 
 
+@pytest.mark.parametrize("load", [dq.load, lambda run: dq.load_into(model_of(8), run, strict=False)])
+def test_a_warning_names_each_file_that_is_skipped(run, load, caplog):
+    paths = [Run(run).path(step) for step in (2, 3)]
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-1])
+    load(run)
+    assert [message for message in caplog.messages if "skipped" in message] == [
+        f"step 1 is the newest that can be read; skipped {path}: truncated, or damaged at its end" for path in paths
+    ]
+    caplog.clear()
+    dq.load(run, 1)
+    assert "skipped" not in caplog.text  # that step was asked for
+
+
 def test_a_checkpoint_of_a_run_can_be_loaded_by_its_file(run):
     assert bits(dq.load(Run(run).path(2))) == bits(dq.load(run, 2))
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from whole_tensors import quantize_first_moment, quantize_rank_one
 
+import dynaquant as dq
 from dynaquant.engine.forms.scheme import MAX_EXPANSION
 from dynaquant.engine.forms.schemes import (
     BytePlanes,
@@ -231,6 +232,17 @@ def test_changed_line_endings_are_detected(small_run, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"\x89DQ", b"PK\x03\x04" + b"\0" * 100, b"\0" * 1000])
 def test_the_error_for_another_file_says_that_it_is_not_a_checkpoint(tmp_path, content):
     assert refused(tmp_path, content) == "not a dynaquant checkpoint (or damaged in its first bytes)"
+
+
+def test_the_error_for_a_file_of_torch_save_says_what_reads_it(tmp_path):
+    said = "a file of torch.save, not a dynaquant checkpoint: read it with torch.load, or compress it with"
+    for path in (tmp_path / "x.pt", tmp_path / f"{'long' * 60}.pt"):
+        torch.save({"w": torch.ones(3)}, path)
+        with pytest.raises(CheckpointError) as caught:
+            dq.load(path)
+        assert str(caught.value) == f"{path}: {said} 'dynaquant compress'"
+        with path.open("rb") as file, pytest.raises(CheckpointError, match=said):
+            dq.load(file)
 
 
 def test_the_error_for_another_version_names_it(tmp_path):

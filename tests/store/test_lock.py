@@ -11,11 +11,14 @@ import pytest
 import torch
 from committed import checkpoint_of, series
 from faults import checkpoint_of as with_copy
+from training import bits
+from without_root import without_root
 
 import dynaquant as dq
 from dynaquant.errors import CheckpointError
 from dynaquant.store import writer_lock
 from dynaquant.store.commit import WritableRun
+from dynaquant.store.recoding import branch as branch_run
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
 
@@ -28,6 +31,36 @@ def run(tmp_path) -> WritableRun:
 
 def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# The folder is not writable
+
+
+@pytest.mark.parametrize("name", ["run", "run/new", "run/new/newer"])
+def test_a_folder_that_is_not_writable_is_refused_at_once(run, name):
+    run.folder.chmod(0o555)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be saved here, as .*/run is not writable .*dq\.load"):
+        without_root(lambda: dq.Checkpointer(run.folder.parent / name, model))
+    assert contents(run.folder) == {}
+
+
+def test_a_folder_that_is_not_writable_can_be_read(run):
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with dq.Checkpointer(run.folder, model, quality="lossless") as ckpt:
+        ckpt.save(1)
+    run.folder.chmod(0o555)
+    before = contents(run.folder)
+    assert without_root(lambda: dq.load_into(other, run.folder)) == []
+    assert torch.equal(other.weight, model.weight)
+    assert bits(without_root(lambda: dq.load(run.folder))["model"]) == bits(model.state_dict())
+    assert without_root(lambda: dq.follow(run.folder, other).update()) == 1
+    with pytest.raises(CheckpointError, match="no checkpoint can be saved here"):
+        without_root(lambda: dq.Checkpointer(run.folder, model))
+    without_root(lambda: branch_run(run, run.file(1), run.folder.parent / "own"))
+    with dq.Checkpointer(run.folder.parent / "own", other) as ckpt:
+        assert ckpt.restore() == 1
+    assert contents(run.folder) == before
 
 
 # The folder was moved or replaced

@@ -285,8 +285,8 @@ def test_missing_and_new_objects_are_listed():
     given = training()
     given["ema"] = given.pop("numpy")
     text = problems(given, state)
-    assert "the checkpoint has no 'ema'" in text
-    assert "the checkpoint has 'numpy', which was not given" in text
+    assert "the checkpoint has no extra 'ema'" in text
+    assert "the checkpoint has an extra 'numpy', which was not given" in text
     assert "Nothing was changed" in text
 
 

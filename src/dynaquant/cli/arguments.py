@@ -84,8 +84,12 @@ def checkpoint(path: Path, step: str | None) -> CheckpointFile:
 def open_stored(path: Path, step: str | None) -> StoredCheckpoint:
     """Open the same checkpoint for reading its tensors."""
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint
+    from dynaquant.store.pointers import Pointer, found_at
 
-    checkpoint(path, step)  # warns of unreadable files
+    if step is None and path.is_dir() and not isinstance(found_at(path), Pointer):
+        run_of(path)  # says what else a folder is; to take the newest warns of unreadable files
+    else:
+        checkpoint(path, step)  # warns of unreadable files
     return StoredCheckpoint(path, None if step is None else _step_or_tag(step))
 
 

@@ -295,7 +295,9 @@ def _print_verified(sound: int, failed: list[CheckpointError], as_json: bool, of
             output.print_(f"damaged: {reason}")
         for reason in unreadable:
             output.print_(f"not checked, as it cannot be read here: {reason}")
-        output.print_(f"{sound} of {sound + len(failed)} checkpoints decode to the values that were saved")
+        count = sound + len(failed)
+        decode = "decodes" if count == 1 else "decode"
+        output.print_(f"{sound} of {plural(count, 'checkpoint')} {decode} to the values that were saved")
         if damaged:
             restored = "restore takes the newest of these; " if sound else ""
             delete = ", or delete it" if of_run else ""

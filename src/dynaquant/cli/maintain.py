@@ -95,7 +95,7 @@ def compact(
     keyframes = sum(listed.summary.parent is None for listed in left)
     after = sum(listed.size for listed in left)
     text = f"{plural(len(left), 'checkpoint')}, {plural(keyframes, 'keyframe')}: "
-    text += f"{in_bytes(after)} instead of {in_bytes(before)}"
+    text += output.change(before, after)
     output.print_result(as_json, text, checkpoints=len(left), keyframes=keyframes, bytes=after, before=before)
 
 
@@ -138,7 +138,7 @@ def prune(
     deleted = [step for step in known if step not in left]
     after = sum(listed.size for listed in listing)
     text = f"deleted {output.list_of(deleted)}; kept {_kept(run, left, retention, damaged)}, "
-    text += f"{in_bytes(after)} instead of {in_bytes(before)}"
+    text += output.change(before, after)
     output.print_result(as_json, text, deleted=deleted, kept=left, bytes=after, before=before, notes=notes)
     for note in notes:
         output.print_error(f"dynaquant: {note}")

@@ -203,6 +203,12 @@ def reduction(size: Size) -> str:
     return f"{in_bytes(size.stored)} instead of {in_bytes(size.raw)} ({size.ratio:.2f}×)"
 
 
+def change(before: int, after: int) -> str:
+    """Format a size beside the earlier one: ``1.50 MB instead of 2.00 MB``, or ``2.00 MB as before``."""
+    earlier, now = in_bytes(before), in_bytes(after)
+    return f"{now} as before" if now == earlier else f"{now} instead of {earlier}"
+
+
 def size_of(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder."""
     if not path.is_dir():

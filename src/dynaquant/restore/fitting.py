@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.errors import StateError
+from dynaquant.formatting import plural
 from dynaquant.ranks.dtensors import tied_keys
 from dynaquant.restore.model_tensors import expanded_error, renaming_problem, tied_problem
 from dynaquant.state import wrappers
@@ -25,6 +26,8 @@ from dynaquant.training.objects import CLASSES, GENERATOR, MAIN, PARAMETERS, RNG
 
 _MOST_LISTED = 10
 """Differences that a message lists."""
+MOST_IN_SHORT = 3
+"""Differences that a warning shows."""
 
 
 @dataclass
@@ -75,10 +78,11 @@ def fit_state(
     present = state_by_object(now, objects)
     random = stored_rng_state(state, rank)
     wanted = objects.keys() if only is None else only
-    found.problems += [f"the checkpoint has no {name!r}" for name in sorted(set(wanted) - set(stored))]
+    found.problems += [f"the checkpoint has no {_in_words(name)}" for name in sorted(set(wanted) - set(stored))]
     if only is None:
         found.problems += [
-            f"the checkpoint has {name!r}, which was not given" for name in sorted(set(stored) - set(objects))
+            f"the checkpoint has {_in_words(name, 'an ')}, which was not given"
+            for name in sorted(set(stored) - set(objects))
         ]
     malformed = _objects_outside_optimizers({name: objects[name] for name in wanted}, stored)
     found.problems += malformed.values()
@@ -116,6 +120,10 @@ def fit_state(
     return found
 
 
+def _in_words(name: str, article: str = "") -> str:
+    return f"{name!r}" if name.partition(".")[0] in MAIN else f"{article}extra {name!r}"
+
+
 def _dtypes(present: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str | int, torch.dtype]:
     """Return the stored dtypes of tensors of modules that have another one now, by keys of an optimizer's parameters.
 
@@ -150,6 +158,13 @@ def raise_if_any(problems: list[str], what: str, advice: str) -> None:
         more = [f"… and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
         shown = "\n  ".join(problems[:_MOST_LISTED] + more)
         raise StateError(f"{what} does not fit the objects to restore:\n  {shown}\nNothing was changed. {advice}")
+
+
+def in_short(problems: Sequence[str]) -> str:
+    """Return the count of problems and the first three: ``8 differences: …; …; …; and 5 more (…)``."""
+    rest = len(problems) - MOST_IN_SHORT
+    more = [f"and {rest} more (not_restored lists them, and the log at level INFO)"] if rest > 0 else []
+    return f"{plural(len(problems), 'difference')}: {'; '.join([*problems[:MOST_IN_SHORT], *more])}"
 
 
 def _fit_module(

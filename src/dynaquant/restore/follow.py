@@ -76,16 +76,18 @@ class Follower(Iterator[int]):
     def update(self) -> int | None:
         """Load the newest checkpoint, unless the model holds it. Returns its step, or None if nothing was loaded.
 
-        Raises CheckpointError if the newest checkpoint is damaged, StateError if it does not fit the model. Then the
-        model is unchanged.
+        Files whose headers cannot be read are skipped, with a warning for each. Raises CheckpointError if the newest
+        checkpoint is damaged, StateError if it does not fit the model. Then the model is unchanged.
         """
         if self._held is None and self._path.is_dir():  # a framework may have made its run since
-            self._run = run_at(self._path)
+            found = run_at(self._path)
+            self._run = self._run if found.folder == self._run.folder else found
         summaries, broken = self._run.summaries()
         if not summaries and broken:
             raise broken[0]
         if not summaries:
             return None
+        self._run.warn_of_skipped(summaries[-1].step, broken)
         if self._held is not None:
             held = self._held.file.header.summary
             # If a file cannot be read now, it may be the one that the model holds. That is no reason to go back.
@@ -156,8 +158,8 @@ def follow(path: str | os.PathLike[str], model: Models, *, poll: float = 1.0, ti
     Lossless copies (``Keep(lossless_copy=True)``) are not read: they have no deltas.
 
     The iterator raises CheckpointError if the newest checkpoint is damaged, and StateError if it does not fit the
-    model. Then the model is unchanged. Raises CheckpointError if ``path`` is another file, ValueError for numbers out
-    of range.
+    model. Then the model is unchanged. Files whose headers cannot be read are skipped, with a warning for each. Raises
+    CheckpointError if ``path`` is another file, ValueError for numbers out of range.
     """
     return Follower(path, model, poll, timeout)
 

@@ -29,7 +29,8 @@ def load(
     - ``path``: the folder of a run, a checkpoint file, or a binary file object with the content of one. Also what
       stands for them in a framework's folder: a file ``….ckpt`` of Lightning, a folder of Accelerate's ``save_state``,
       the ``output_dir`` of Transformers.
-    - ``step``: the step or the tag of a checkpoint of the run. By default, the newest is loaded.
+    - ``step``: the step or the tag of a checkpoint of the run. By default, the newest is loaded. Files of the run whose
+      headers cannot be read are skipped, with a warning for each.
     - ``keys``: names in the model's state dict. Only these tensors are decoded, and returned by these names.
     - ``part``: the path of a part of the state, e.g. ``"model"`` or ``"optimizer/param_groups/0"``: keys and indices,
       joined by ``/``. Only the tensors of this part are decoded.

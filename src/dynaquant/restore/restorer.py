@@ -17,7 +17,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.ranks.dtensors import local_of, memory_of, reshard, with_local
 from dynaquant.ranks.group import Group
 from dynaquant.restore.dropped_moments import dropped_moments
-from dynaquant.restore.fitting import fit_state, raise_if_any, selected_objects
+from dynaquant.restore.fitting import MOST_IN_SHORT, fit_state, in_short, raise_if_any, selected_objects
 from dynaquant.restore.in_place import fillable_tensors, new_tensor, unchanged_tensors, wanted_strides
 from dynaquant.restore.load_shards import load_shards, sharded_targets
 from dynaquant.restore.seen_by_rank import SeenByRank
@@ -112,9 +112,10 @@ class Restorer:
         if self.group.rank == 0:
             log.info("restored step %d of %s", loaded.step, self.run.folder)
         self._correct_moments(loaded)
-        if self.group.rank == 0:
-            for problem in loaded.problems:
-                log.warning("restored step %d, but left out what does not fit: %s", loaded.step, problem)
+        if self.group.rank == 0 and (problems := loaded.problems):
+            log.warning("restored step %d, but left out what does not fit, %s", loaded.step, in_short(problems))
+            for problem in problems[MOST_IN_SHORT:]:
+                log.info("left out: %s", problem)
         return loaded
 
     def _choose(self, step: int | str | None) -> Loaded | None:
@@ -144,7 +145,9 @@ class Restorer:
         reasons = self.group.from_rank_0("\n  ".join(str(error) for error in self.skipped))
         raise CheckpointError(
             f"{self.run.folder}: no checkpoint of this run can be restored:\n  {reasons}\n"
-            "Nothing was changed. To train from the beginning, use an empty folder."
+            "Nothing was changed. The weights may be sound where another part is damaged, and can be read alone: "
+            "dq.load(run, step, part='model'), dq.load_into(model, run, step) or 'dynaquant export RUN STEP'. To train "
+            "from the beginning, use an empty folder."
         )
 
     def _candidates(self, step: int | str | None) -> list[Parent]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
+from dynaquant.formatting import plural
 from dynaquant.ranks.group import Group
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import chain_lengths
@@ -91,12 +92,12 @@ def keep_earlier_training(run: WritableRun, group: Group) -> None:
         with suppress(CheckpointError):  # a tag may outlive its checkpoint
             names.append(set_tag(run, f"earlier-{step}-{identity[:8]}", run.holding(step, identity)).name)
     log.warning(
-        "%s holds %d checkpoints, but none was restored: another training begins in this run. The newest of them and "
+        "%s holds %s, but none was restored: another training begins in this run. The newest of them and "
         "those with a tag stay: %s. Others are replaced by steps of the same number, or deleted as keep "
         "says. To continue the earlier training, stop now, and restore one of these tags; to keep "
         "all of it, give another folder",
         run.folder,
-        len(found),
+        plural(len(found), "checkpoint"),
         ", ".join(names) or "none can be read",
     )
 

@@ -192,6 +192,9 @@ def stored_header(file: BinaryIO, size: int) -> tuple[bytes, int, str]:
     """
     start = file.read(_PREAMBLE.size)
     if start[:8] != MAGIC:
+        if start.startswith(b"PK") and b"/data.pkl" in file.read(512):  # a zip; its first name is there
+            what = "a file of torch.save, not a dynaquant checkpoint"
+            raise CheckpointError(f"{what}: read it with torch.load, or compress it with 'dynaquant compress'")
         raise CheckpointError("not a dynaquant checkpoint (or damaged in its first bytes)")
     if len(start) < _PREAMBLE.size or size < _PREAMBLE.size + _TRAILER.size:
         raise CheckpointError("truncated: the file ends too early")

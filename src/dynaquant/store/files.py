@@ -176,6 +176,17 @@ def make_folder(folder: Path) -> None:
         sync_parent(path)
 
 
+def check_writable(folder: Path) -> None:
+    """Raise CheckpointError if no file can be created in a folder, or the folder itself cannot be created."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{folder}: no checkpoint can be saved here, as {there} is not writable (permissions, or a read-only file "
+            "system); make it writable, or give another folder. To read a run: dq.load, dq.load_into or dq.follow; to "
+            "continue it in another folder: dynaquant branch"
+        )
+
+
 @contextmanager
 def removing_empty_folders(folder: Path) -> Iterator[None]:
     """At the end of the block, deletes the folder and its parents if the block created them and left them empty."""

@@ -5,6 +5,7 @@ Reading takes no lock. ``commit.py`` writes.
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import re
@@ -22,6 +23,7 @@ from dynaquant.store.listing import REPLACED, STEP, SUFFIX, checkpoint_paths, re
 if TYPE_CHECKING:
     from dynaquant.store.reading import Tensors
 
+log = logging.getLogger("dynaquant")
 LOSSLESS_COPY = "exact"
 """Key of a record: the identity of the lossless copy, or None."""
 EXACT_WEIGHTS = "exact_weights"
@@ -43,6 +45,7 @@ class Run:
         self._newest = 0  # highest sequence number in the last listing
         self._highest = 0  # highest sequence number ever seen here
         self._seen: set[int] = set()  # steps that this object has found in the folder
+        self._warned_of: set[str] = set()  # errors of files that were skipped
 
     def path(self, step: int) -> Path:
         """Return the path of a step's file."""
@@ -151,7 +154,10 @@ class Run:
         return file
 
     def newest(self) -> CheckpointFile:
-        """Open the checkpoint that was committed last. Raises CheckpointError if there is none with a valid header."""
+        """Open the checkpoint that was committed last, of those with valid headers. Logs a warning of the others.
+
+        Raises CheckpointError if there is none.
+        """
         summaries, broken = self.summaries()
         if not summaries:
             if self.folder.is_dir():
@@ -161,12 +167,20 @@ class Run:
                 what = f"it is {kind}; give a file or a folder" if kind else "there is no such file or folder"
             raise broken[0] if broken else CheckpointError(f"{self.folder}: {what}")
         step = summaries[-1].step
+        self.warn_of_skipped(step, broken)
         try:
             return self.file(step)
         except CheckpointError as error:
             if self.path(step).exists():
                 raise
             raise RunChangedError(str(error)) from error
+
+    def warn_of_skipped(self, newest: int, broken: Iterable[CheckpointError]) -> None:
+        """Log a warning, once for each file that cannot be read: it may be newer than ``newest``, the step taken."""
+        for reason in map(str, broken):
+            if reason not in self._warned_of:
+                self._warned_of.add(reason)
+                log.warning("step %d is the newest that can be read; skipped %s", newest, reason)
 
     def chain(self, file: CheckpointFile, decoded: CheckpointFile | None = None) -> list[CheckpointFile]:
         """Open the files that a checkpoint is decoded from, itself first (``chain.chain_of``)."""

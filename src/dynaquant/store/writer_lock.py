@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from dynaquant.errors import CheckpointError
 from dynaquant.store import flock
-from dynaquant.store.files import make_folder
+from dynaquant.store.files import check_writable, make_folder
 
 LOCK_FILE = "writer.lock"
 """The lock on file systems without ``flock``."""
@@ -75,10 +75,12 @@ class WriterLock:
 def lock_for_writing(folder: Path) -> Iterator[WriterLock]:
     """Lock a run's folder for the block, and create the folder if it is missing.
 
-    Raises CheckpointError if another process, or another part of this one, holds the lock, or if a file is in the way.
+    Raises CheckpointError if another process, or another part of this one, holds the lock, if the folder is not
+    writable, or if a file is in the way.
     """
     if not flock.AVAILABLE:
         raise CheckpointError(f"{folder}: runs can be written on Linux and macOS only; this system reads them")
+    check_writable(folder)
     make_folder(folder)
     process = os.getpid()
     descriptor = os.open(folder, os.O_RDONLY)
