@@ -163,8 +163,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     if chosen is None:
         yield "configuration", "none (weights are stored exactly)"
     elif isinstance(chosen, GridConfiguration):
-        rounding = "stochastic rounding" if chosen.dithered else "rounding to nearest"
-        yield "configuration", f"{in_short(chosen)}: grid steps of 2^({chosen.scale}/16) / sqrt(F), {rounding}"
+        rounding = "" if chosen.dithered else ", rounding to nearest"  # in_short says so of stochastic rounding
+        yield "configuration", f"{in_short(chosen)}{rounding}: grid steps of 2^({chosen.scale}/16) / sqrt(F)"
     else:
         yield (
             "configuration",
