@@ -106,8 +106,17 @@ def test_the_table_of_the_page_agrees_with_the_log(run):
     table, records = cells(page_of(statistics(run))), data("log", run)
     assert len(table) == len(records) == SAVES
     for found, record in zip(table, records, strict=True):
-        assert len(found) == 10
+        assert len(found) == 11
         assert found == {field: at(record, field) for field in found}
+
+
+def test_the_table_shows_tags(tmp_path):
+    save(tmp_path, model_of(), 1, 2)
+    call("tag", tmp_path, "best", 1)
+    call("tag", tmp_path, "before-decay", 1)
+    page = page_of(statistics(tmp_path))
+    assert [row["tags"] for row in cells(page)] == [["before-decay", "best"], []]
+    assert ">before-decay, best<" in page
 
 
 def test_the_command_writes_one_file_and_replaces_another_only_with_force(run, tmp_path, fails):
