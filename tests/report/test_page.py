@@ -309,6 +309,20 @@ def test_a_tensor_that_is_new_has_an_empty_cell_before(tmp_path):
     assert heat.z[-1][1] is not None
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 32), (torch.float16, 16)])
+def test_a_tensor_of_a_few_values_does_not_stretch_the_colours_of_the_heat_map(tmp_path, dtype, most):
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 4)).to(dtype)
+    model[1].bias.data.copy_(torch.tensor([100.0, -3000.0, 25000.0, 7.0]))
+    save(tmp_path, model, 1)
+    found = statistics(tmp_path)
+    bits = found.rows[0].weights["model.1.bias"].bits
+    assert bits > 2 * most
+    heat = drawn(found)["bits"].figure.data[0]
+    assert heat.zmax == math.log2(most)
+    assert heat.colorbar.ticktext[-1] == f"{most} or more"
+    assert list(heat.customdata[-1][0]) == ["model.1.bias", f"{bits:.3f}"]
+
+
 def test_numbers_are_formatted_for_people():
     assert [in_bytes(size) for size in (0, 999, 1234, 5.5e6)] == ["0 B", "999 B", "1.23 kB", "5.50 MB"]
     assert [percent(share, sign=True) for share in (0.0123, -0.5, None)] == ["+1.23%", "-50.00%", "–"]
