@@ -206,14 +206,17 @@ def test_show_counts_the_levels_of_a_tensor(run):
     assert "it has no levels" in call("show", run, "--tensor", "model.1.bias")
 
 
-def save_on_grids(folder, dithered: bool = False) -> None:
+def save_on_grids(folder, dithered: bool = False, scales=(-80,)) -> None:
     torch.manual_seed(0)
     model = model_of(32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    quality = dq.Quality(configuration=dq.GridConfiguration(-80, dithered))
-    with dq.Checkpointer(folder, model, optimizer, quality=quality) as ckpt:
-        train(model, optimizer, 20)
-        ckpt.save(20)
+    step = 0
+    for scale in scales:
+        quality = dq.Quality(configuration=dq.GridConfiguration(scale, dithered))
+        with dq.Checkpointer(folder, model, optimizer, quality=quality) as ckpt:
+            ckpt.restore()
+            train(model, optimizer, 20)
+            ckpt.save(step := step + 20)
 
 
 @pytest.mark.parametrize(("dithered", "rounding"), [(False, "rounding to nearest"), (True, "stochastic rounding")])
@@ -245,6 +248,21 @@ def test_diff_shows_how_far_tensors_moved(run):
     assert changes["model.1.bias"]["migrated"] is None
     assert all(change["kind"] == "same" for change in data("diff", run, 40, 40))
     assert f"{weight['moved']:.2%}" in call("diff", run, 20, 40)
+
+
+def test_diff_compares_no_levels_on_different_grids(tmp_path):
+    save_on_grids(tmp_path, scales=(-80, -96))
+    assert data("show", tmp_path, "20", "--tensor", "model.1.weight")["levels"]
+    change = next(each for each in data("diff", tmp_path, 20, 40) if each["name"] == "model.1.weight")
+    assert change["migrated"] is None
+    assert "– where a tensor has no levels, or another grid" in " ".join(call("diff", tmp_path, 20, 40).split())
+
+
+def test_diff_gives_no_distance_between_integers(run):
+    changes = {change["name"]: change for change in data("diff", run, 20, 40)}
+    assert changes["rng.torch"]["kind"] == "changed"
+    assert changes["rng.torch"]["changed"] > 0
+    assert changes["rng.torch"]["moved"] is None
 
 
 def test_diff_of_different_architectures(tmp_path):

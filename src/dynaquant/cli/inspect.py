@@ -234,7 +234,11 @@ def diff(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints: which tensors changed, how far they moved, how many values changed level."""
+    """Compare two checkpoints: which tensors changed, how far they moved, how many values changed level.
+
+    Levels can be compared if a tensor has the same grid in both checkpoints. A save changes the grid of a tensor if it
+    finds another scale, or the tensor's gradients have changed.
+    """
     from dynaquant.report.decoded import changes
     from dynaquant.store.chain import retry_if_run_changed
 
@@ -257,7 +261,8 @@ def diff(
     same = sum(change.kind == "same" for change in found)
     if table:
         output.print_(table)
-    output.print_(f"{plural(len(table), 'tensor')} changed, {same:,} identical; values, levels: the share that changed")
+    output.print_(f"{plural(len(table), 'tensor')} changed, {same:,} identical")
+    output.print_("values, levels: the share that changed; – where a tensor has no levels, or another grid than before")
 
 
 def verify(folder: RunOrFile, as_json: AsJson = False) -> None:

@@ -18,7 +18,17 @@ from dynaquant.engine.forms.form import Coded, Form, LevelCount, StoredTensor
 from dynaquant.engine.forms.scheme import Coder, Scheme
 from dynaquant.engine.forms.schemes import Conditional, Rearranged
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED, Centres, Codebook, Grid, LogGrid, in_common
+from dynaquant.engine.tensors.codebook import (
+    FIRST_BIN,
+    PROTECTED,
+    PRUNED,
+    Centres,
+    Codebook,
+    Grid,
+    LogGrid,
+    in_common,
+    same_levels,
+)
 from dynaquant.engine.tensors.dtypes import saturating_cast
 
 NO_OUTLIERS = np.zeros(0, dtype=np.uint16)
@@ -142,7 +152,7 @@ class QuantizedTensor(Form):
         return [each for each in found if each.count]
 
     def migrated(self, other: StoredTensor) -> float | None:
-        if not isinstance(other, QuantizedTensor) or self.codebook.bins != other.codebook.bins:
+        if not isinstance(other, QuantizedTensor) or not same_levels(self.codebook, other.codebook):
             return None
         return float(np.mean(self.levels != other.levels))
 

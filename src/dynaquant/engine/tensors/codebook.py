@@ -133,6 +133,15 @@ def in_common(codebooks: Sequence[Codebook]) -> tuple[Codebook, list[int]] | Non
     return (first, [0] * len(codebooks)) if same else None
 
 
+def same_levels(a: Codebook, b: Codebook) -> bool:
+    """Whether a level means the same in both: on the same grid, or the same of as many clusters."""
+    if isinstance(a, Grid):
+        return isinstance(b, Grid) and a.rung == b.rung
+    if isinstance(a, LogGrid):
+        return isinstance(b, LogGrid) and (a.pace, a.first) == (b.pace, b.first)
+    return isinstance(b, Centres) and a.bins == b.bins
+
+
 def same_values(a: Codebook, b: Codebook) -> bool:
     """Whether two codebooks have the same bins, bit for bit: zero and minus zero differ."""
     return np.array_equal(a.values.view(np.uint32), b.values.view(np.uint32))
