@@ -239,6 +239,24 @@ def test_unpack_writes_the_files_that_were_packed(series, run, tmp_path, fails):
     fails("available steps: 100, 200, 300", "unpack", run, "--step", "250", "-o", tmp_path / "x")
 
 
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [(None, "step-20.safetensors"), ("torch", "step-20.pt"), ("torch-state", "step-20.pt"), ("dcp", "step-20")],
+)
+def test_unpack_names_what_a_training_saved_by_step_and_format(tmp_path, to, name):
+    model = torch.nn.Linear(9, 9)
+    with dq.Checkpointer(tmp_path / "run", model, torch.optim.AdamW(model.parameters())) as ckpt:
+        ckpt.save(20)
+    said = call("unpack", tmp_path / "run", "-o", tmp_path / "out", *(["--to", to] if to else []))
+    assert os.listdir(tmp_path / "out") == [name]
+    assert ("note: left out: optimizer" in said) == (to in (None, "torch"))
+    if to is None:
+        assert bits(load_file(tmp_path / "out" / name)) == bits(dict(dq.load(tmp_path / "run", part="model")))
+    elif to != "dcp":
+        found = torch.load(tmp_path / "out" / name, weights_only=False)
+        assert ("optimizer" in found) == (to == "torch-state")
+
+
 @pytest.mark.parametrize("name", ["../precious", "/tmp/precious", "..", "", "a\0b", "a/b", "same", 5, None])
 def test_a_file_name_in_a_run_cannot_lead_out_of_the_folder(run, tmp_path, name):
     (tmp_path / "precious").write_text("precious")

@@ -16,7 +16,7 @@ from full_disk import files_of_at_most
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from training import bits, model_of
+from training import bits, model_of, train
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -206,6 +206,36 @@ def test_show_counts_the_levels_of_a_tensor(run):
     assert "it has no levels" in call("show", run, "--tensor", "model.1.bias")
 
 
+def save_on_grids(folder, dithered: bool = False, scales=(-80,)) -> None:
+    torch.manual_seed(0)
+    model = model_of(32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = 0
+    for scale in scales:
+        quality = dq.Quality(configuration=dq.GridConfiguration(scale, dithered))
+        with dq.Checkpointer(folder, model, optimizer, quality=quality) as ckpt:
+            ckpt.restore()
+            train(model, optimizer, 20)
+            ckpt.save(step := step + 20)
+
+
+@pytest.mark.parametrize(("dithered", "rounding"), [(False, "rounding to nearest"), (True, "stochastic rounding")])
+def test_show_says_once_how_weights_were_rounded(tmp_path, dithered, rounding):
+    save_on_grids(tmp_path, dithered)
+    shown = " ".join(call("show", tmp_path).split())
+    assert f"configuration grid 2^-5.00, {rounding}: grid steps of 2^(-80/16) / sqrt(F) found by" in shown
+
+
+def test_show_names_the_levels_of_a_grid_by_their_multiples_of_the_grid_step(tmp_path):
+    save_on_grids(tmp_path)
+    levels = data("show", tmp_path, "--tensor", "model.1.weight")["levels"]
+    on_the_grid = [(int(level["level"]), level["value"]) for level in levels if level["level"] != "outlier"]
+    (step,) = {value for number, value in on_the_grid if number == 1}
+    assert [value for _, value in on_the_grid] == pytest.approx([number * step for number, _ in on_the_grid])
+    assert on_the_grid == sorted(on_the_grid)
+    assert {-1, 0, 1} <= {number for number, _ in on_the_grid}
+
+
 def test_diff_shows_how_far_tensors_moved(run):
     changes = {change["name"]: change for change in data("diff", run, 20, 40)}
     assert changes["model.kept[bold]"]["kind"] == "same"
@@ -218,6 +248,21 @@ def test_diff_shows_how_far_tensors_moved(run):
     assert changes["model.1.bias"]["migrated"] is None
     assert all(change["kind"] == "same" for change in data("diff", run, 40, 40))
     assert f"{weight['moved']:.2%}" in call("diff", run, 20, 40)
+
+
+def test_diff_compares_no_levels_on_different_grids(tmp_path):
+    save_on_grids(tmp_path, scales=(-80, -96))
+    assert data("show", tmp_path, "20", "--tensor", "model.1.weight")["levels"]
+    change = next(each for each in data("diff", tmp_path, 20, 40) if each["name"] == "model.1.weight")
+    assert change["migrated"] is None
+    assert "– where a tensor has no levels, or another grid" in " ".join(call("diff", tmp_path, 20, 40).split())
+
+
+def test_diff_gives_no_distance_between_integers(run):
+    changes = {change["name"]: change for change in data("diff", run, 20, 40)}
+    assert changes["rng.torch"]["kind"] == "changed"
+    assert changes["rng.torch"]["changed"] > 0
+    assert changes["rng.torch"]["moved"] is None
 
 
 def test_diff_of_different_architectures(tmp_path):

@@ -66,6 +66,12 @@ def test_a_grid_has_as_many_bins_as_are_used():
         assert quantize(torch.tensor(values), 0).codebook == Grid(0, bins)
 
 
+def test_levels_are_compared_on_the_same_grid_however_many_bins_are_used():
+    before, after = torch.tensor([1.0, 1.0, 0.0, -2.0]), torch.tensor([1.0, 5.0, 0.0, -2.0])
+    assert quantize(before, 0).migrated(quantize(after, 0)) == 0.25
+    assert quantize(before, 0).migrated(quantize(4 * before, 8)) is None  # as many bins, but other steps
+
+
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_values_on_the_grid_do_not_change(dtype):
     for rung in range(-44, 12):

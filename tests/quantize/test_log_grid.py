@@ -36,6 +36,9 @@ def test_a_log_grid_spans_from_the_smallest_to_the_largest_value():
     stored = quantize_to_log_grid(torch.tensor([0.0, 0.25, 16.0, 1.0]), 4)
     assert stored.codebook == LogGrid(4, -2, 7)
     assert stored.levels.tolist() == [0, 2, 8, 4]
+    assert [(each.level, each.value) for each in stored.level_counts()] == [
+        *(("0", 0.0), ("2^-2", 0.25), ("2^0", 1.0), ("2^4", 16.0))
+    ]
 
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)

@@ -106,8 +106,17 @@ def test_the_table_of_the_page_agrees_with_the_log(run):
     table, records = cells(page_of(statistics(run))), data("log", run)
     assert len(table) == len(records) == SAVES
     for found, record in zip(table, records, strict=True):
-        assert len(found) == 10
+        assert len(found) == 11
         assert found == {field: at(record, field) for field in found}
+
+
+def test_the_table_shows_tags(tmp_path):
+    save(tmp_path, model_of(), 1, 2)
+    call("tag", tmp_path, "best", 1)
+    call("tag", tmp_path, "before-decay", 1)
+    page = page_of(statistics(tmp_path))
+    assert [row["tags"] for row in cells(page)] == [["before-decay", "best"], []]
+    assert ">before-decay, best<" in page
 
 
 def test_the_command_writes_one_file_and_replaces_another_only_with_force(run, tmp_path, fails):
@@ -298,6 +307,20 @@ def test_a_tensor_that_is_new_has_an_empty_cell_before(tmp_path):
     assert heat.customdata[-1][0][0] == "model.5.bias"
     assert heat.z[-1][0] is None
     assert heat.z[-1][1] is not None
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 32), (torch.float16, 16)])
+def test_a_tensor_of_a_few_values_does_not_stretch_the_colours_of_the_heat_map(tmp_path, dtype, most):
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 4)).to(dtype)
+    model[1].bias.data.copy_(torch.tensor([100.0, -3000.0, 25000.0, 7.0]))
+    save(tmp_path, model, 1)
+    found = statistics(tmp_path)
+    bits = found.rows[0].weights["model.1.bias"].bits
+    assert bits > 2 * most
+    heat = drawn(found)["bits"].figure.data[0]
+    assert heat.zmax == math.log2(most)
+    assert heat.colorbar.ticktext[-1] == f"{most} or more"
+    assert list(heat.customdata[-1][0]) == ["model.1.bias", f"{bits:.3f}"]
 
 
 def test_numbers_are_formatted_for_people():

@@ -63,6 +63,14 @@ DRAWN = """() => Object.fromEntries([...document.querySelectorAll(".chart")].map
   return [chart.id, {width: box.width, height: box.height, marks: marks.length}];
 }))"""
 
+# What lies under the tool bar of each chart, which is shown while the pointer is over the chart.
+COVERED = """() => Object.fromEntries([...document.querySelectorAll(".chart")].map(chart => {
+  const bar = chart.querySelector(".modebar").getBoundingClientRect();
+  const under = box => box.left < bar.right && box.right > bar.left && box.top < bar.bottom && box.bottom > bar.top;
+  const drawn = [...chart.querySelectorAll(".nsewdrag, .legendtext, .infolayer text, .xtick text, .ytick text")];
+  return [chart.id, drawn.filter(e => under(e.getBoundingClientRect())).map(e => e.textContent || "the chart itself")];
+}))"""
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
@@ -195,6 +203,12 @@ def test_no_button_uploads_a_chart(browser, report):
     with opened(browser, report) as page:
         offered = page.eval_on_selector_all("#sizes .modebar-btn", "buttons => buttons.map(b => b.dataset.title)")
     assert offered == ["Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"]
+
+
+def test_the_tool_bar_covers_neither_the_legend_nor_what_is_drawn(browser, report):
+    with opened(browser, report) as page:
+        covered = page.evaluate(COVERED)
+    assert [covered[key] for key in CHARTS] == [[]] * len(CHARTS)
 
 
 def test_charts_shrink_with_the_window(browser, report):

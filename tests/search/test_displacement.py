@@ -14,6 +14,7 @@ from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.forms.stored import cut
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import in_short
 from dynaquant.engine.shards import Shards
 from dynaquant.methods.published import search as published_search
 from dynaquant.search import displacement
@@ -196,7 +197,11 @@ def test_finer_levels_keep_small_displacements_and_the_record_says_so(tmp_path):
     assert by_quality.configuration == first.configuration
     assert by_quality.progress < LEAST["published"] <= second.progress
     assert chosen.bins > first.configuration.bins
-    assert any("displacement since the restore" in note for note in second.notes)
+    (note,) = second.notes
+    kept = [int(share) / 100 for share in re.findall(r"(\d+)%(?! pruned)", note)]
+    assert note.startswith(f"{in_short(chosen)}: keeps ")
+    assert f"since the restore; {in_short(by_quality.configuration)} would keep only" in note
+    assert kept == pytest.approx([second.progress, by_quality.progress], abs=0.005)
     # Configurations that keep too little are not evaluated, except for the result of the search by quality.
     for trial in second.trials[1:]:
         assert (trial.degradation is None) == (trial.progress < LEAST["published"])
@@ -208,10 +213,11 @@ def test_stochastic_rounding_keeps_small_displacements_and_the_record_says_so(tm
     assert second.configuration.dithered
     # It is known without an evaluation that rounding to the nearest level keeps too little.
     assert all(trial.configuration.dithered for trial in second.trials)
-    (note,) = [note for note in second.notes if "displacement" in note]
-    kept = int(re.search(r"weights keep (\d+)%", note)[1]) / 100
-    assert kept < min(LEAST["grid"], second.progress)
-    assert any("displacement since the restore; with stochastic rounding, " in note for note in second.notes)
+    (note,) = second.notes
+    said = r"stochastic rounding: rounding to the nearest level would keep only (\d+)% of .*, this keeps (\d+)%"
+    by_rounding, kept = (int(share) / 100 for share in re.fullmatch(said, note).groups())
+    assert by_rounding < min(LEAST["grid"], second.progress)
+    assert kept == pytest.approx(second.progress, abs=0.005)
 
 
 def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keeps_most_is_chosen(tmp_path):
@@ -235,7 +241,8 @@ def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keep
     assert second.quality.degradation == pytest.approx(0, abs=1e-3)
     best = max(trial.progress for trial in second.trials if trial.degradation < 0.5)
     assert second.progress == best < LEAST["grid"]
-    assert any("displacement since the restore; with grid" in note for note in second.notes)
+    said = f"{in_short(second.configuration)}: keeps only {best:.0%} of what weights have moved since the restore, "
+    assert any(note.startswith(said) for note in second.notes)
 
 
 @BOTH_METHODS
@@ -392,7 +399,7 @@ def test_if_no_finer_configuration_is_good_enough_quality_decides_and_a_note_say
     first, second = saved_for(tmp_path, BadForSome(9, 2000))
     assert second.configuration == first.configuration
     assert second.progress < LEAST["published"]
-    assert any(f"keeps only {second.progress:.0%} of the displacement" in note for note in second.notes)
+    assert any(f"keeps only {second.progress:.0%} of what weights have moved" in note for note in second.notes)
 
 
 def test_a_failure_of_the_metric_on_a_finer_candidate_is_noted(tmp_path):

@@ -41,7 +41,10 @@ MetricName = Annotated[
 ]
 HigherIsBetter = Annotated[bool, typer.Option("--higher-is-better", help="A higher metric is better.")]
 To = Annotated[
-    Target | None, typer.Option(help="Format to write.", show_default="by the suffix of OUT, else the original format")
+    Target | None,
+    typer.Option(
+        help="Format to write.", show_default="by the suffix of OUT, else the original format, else safetensors"
+    ),
 ]
 SkipObjects = Annotated[
     bool,
@@ -51,6 +54,8 @@ SkipObjects = Annotated[
         "hyperparameters of a .ckpt. By default that is an error.",
     ),
 ]
+_SUFFIXES = {Target.SAFETENSORS: ".safetensors", Target.TORCH: ".pt", Target.TORCH_STATE: ".pt"}
+"""Suffixes of the formats that are one file."""
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 
 
@@ -109,7 +114,12 @@ def decompress(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a compressed file in its original format, or in another one."""
+    """Write a compressed file in its original format, or in another one.
+
+    safetensors and torch hold the weights alone, hf also the other files of a folder that was compressed. torch-state
+    and dcp hold all tensors, also those of an optimizer. An OUT that ends in .pt, .pth, .bin or .ckpt is torch-state.
+    Notes say what the output leaves out.
+    """
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import target_for
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint
@@ -201,9 +211,9 @@ def export(
 ) -> None:
     """Write a checkpoint in a format that other programs read.
 
-    The model's state dict: safetensors, hf (a Hugging Face folder) or torch (as torch.save writes it). The suffix of
-    OUT chooses between safetensors (.safetensors) and torch (.pt, .pth, .bin, .ckpt); others need --to. The whole
-    training state: torch-state (for torch.load with weights_only=False) or dcp (a folder of
+    The weights alone: safetensors, hf (a Hugging Face folder) or torch (as torch.save writes it). The suffix of OUT
+    chooses between safetensors (.safetensors) and torch (.pt, .pth, .bin, .ckpt); others need --to. The whole training
+    state, with that of the optimizer: torch-state (for torch.load with weights_only=False) or dcp (a folder of
     torch.distributed.checkpoint). What a training without dynaquant resumes from: transformers (a folder for
     resume_from_checkpoint and from_pretrained), accelerate (a folder for load_state) or lightning (a file for
     ckpt_path), each for a run of that framework. Notes say what the output leaves out.
@@ -227,6 +237,8 @@ def unpack(
 ) -> None:
     """Write the checkpoints of a packed run in their original format: all of them into a folder, or one to a file.
 
+    A run that a training saved has no original format: its weights are written as safetensors. --to torch-state and dcp
+    write the whole state, with that of the optimizer; so does --step with an OUT that ends in .pt, .pth, .bin or .ckpt.
     Notes say what the output leaves out.
     """
     from dynaquant.interop.export import export as export_checkpoint
@@ -279,8 +291,13 @@ def _export(stored: StoredCheckpoint, to: Target, out: Path, as_json: bool) -> N
 
 
 def _name_of(record: dict[str, Any], step: int, to: Target | None) -> str:
-    """Return the name of a checkpoint's source, with the suffix of the format that is written."""
+    """Return the name of a checkpoint's source, with the suffix of the format that is written.
+
+    A checkpoint that a training saved has no source. It is named by its step.
+    """
     source = record.get("source")
+    if source is None:
+        return f"step-{step}{_SUFFIXES.get(to or Target.SAFETENSORS, '')}"
     name = source.get("name") if isinstance(source, dict) else None
     if not is_file_name(name):  # a name from a file must not lead out of the folder
         return f"step-{step}"

@@ -163,8 +163,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     if chosen is None:
         yield "configuration", "none (weights are stored exactly)"
     elif isinstance(chosen, GridConfiguration):
-        rounding = "stochastic rounding" if chosen.dithered else "rounding to nearest"
-        yield "configuration", f"{in_short(chosen)}: grid steps of 2^({chosen.scale}/16) / sqrt(F), {rounding}"
+        rounding = "" if chosen.dithered else ", rounding to nearest"  # in_short says so of stochastic rounding
+        yield "configuration", f"{in_short(chosen)}{rounding}: grid steps of 2^({chosen.scale}/16) / sqrt(F)"
     else:
         yield (
             "configuration",
@@ -234,7 +234,11 @@ def diff(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints: which tensors changed, how far they moved, how many values changed level."""
+    """Compare two checkpoints: which tensors changed, how far they moved, how many values changed level.
+
+    Levels can be compared if a tensor has the same grid in both checkpoints. A save changes the grid of a tensor if it
+    finds another scale, or the tensor's gradients have changed.
+    """
     from dynaquant.report.decoded import changes
     from dynaquant.store.chain import retry_if_run_changed
 
@@ -257,7 +261,8 @@ def diff(
     same = sum(change.kind == "same" for change in found)
     if table:
         output.print_(table)
-    output.print_(f"{plural(len(table), 'tensor')} changed, {same:,} identical; values, levels: the share that changed")
+    output.print_(f"{plural(len(table), 'tensor')} changed, {same:,} identical")
+    output.print_("values, levels: the share that changed; – where a tensor has no levels, or another grid than before")
 
 
 def verify(folder: RunOrFile, as_json: AsJson = False) -> None:

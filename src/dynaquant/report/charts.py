@@ -46,6 +46,9 @@ MOST_TENSORS = 200
 """Rows of the heat map. More would be hard to read, and the page grows with rows times checkpoints."""
 LEAST_BITS = 1 / 64
 """Values below this one have the same colour in the heat map, because its colours are logarithmic."""
+MOST_BITS = 32
+"""Values above have the same colour if no weight's dtype says how many bits it has. A tensor of a few values takes more
+bits than its values, for its stream's own header."""
 LABEL = 36
 """Characters shown of a tensor's name beside the heat map; the pointer shows the whole name."""
 ROW_HEIGHT = 18
@@ -219,8 +222,13 @@ def _bits(statistics: Statistics) -> Chart:
         names = [name for name in names if name in kept]
     bits = [[row.weights[name].bits if name in row.weights else None for row in rows] for name in names]
     known = [max(value, LEAST_BITS) for values in bits for value in values if value] or [1.0]
-    low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
+    infos = [info for row in rows for info in row.weights.values() if info.elements]
+    most = max((8 * info.size.raw / info.elements for info in infos), default=0) or MOST_BITS
+    low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(min(max(known), most)))
     high = max(high, low + 1)
+    labels = [f"{2**power}" if power >= 0 else f"1/{2**-power}" for power in range(low, high + 1)]
+    if max(known) > 2**high:
+        labels[-1] += " or more"
     figure = figure_for(rows)
     figure.add_heatmap(
         x=steps_of(rows),
@@ -238,7 +246,7 @@ def _bits(statistics: Statistics) -> Chart:
         colorbar={
             "title": {"text": "bits<br> "},
             "tickvals": list(range(low, high + 1)),
-            "ticktext": [f"{2**power}" if power >= 0 else f"1/{2**-power}" for power in range(low, high + 1)],
+            "ticktext": labels,
             "len": 240,
             "lenmode": "pixels",
             "y": 1,

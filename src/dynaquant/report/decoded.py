@@ -22,9 +22,10 @@ class Change:
     """How a tensor differs between two checkpoints.
 
     kind: ``same``, ``changed``, ``added``, ``removed``, ``reshaped`` or ``another dtype``. moved: norm of the
-    difference relative to the norm of the first. changed: share of the values that differ. migrated: share of the
-    values on another level, if both tensors are quantized to the same number of bins. Each is None if it is not
-    defined: a change from zero, or from or to infinities and NaNs, has no relative size.
+    difference relative to the norm of the first, of floating-point and complex tensors. changed: share of the values
+    that differ. migrated: share of the values on another level, if both tensors are on the same grid, or have the same
+    number of clusters. Each is None if it is not defined: a change from zero, or from or to infinities and NaNs, has no
+    relative size.
     """
 
     name: str
@@ -72,7 +73,9 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
         changed = float((one != other).double().mean())
     except NotImplementedError:  # PyTorch has no arithmetic for this dtype
         return Change(name, "changed")
+    migrated = form_of(before).migrated(after)
+    if not (one.is_floating_point() or one.is_complex()):  # a distance between integers, such as bytes, means nothing
+        return Change(name, "changed", None, changed, migrated)
     distance, norm = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
     moved = distance / norm if norm else (0.0 if distance == 0 else math.inf)
-    migrated = form_of(before).migrated(after)
     return Change(name, "changed", moved if math.isfinite(moved) else None, changed, migrated)

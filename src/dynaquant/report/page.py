@@ -15,8 +15,7 @@ from dynaquant.engine.quantize.knobs import in_short, knobs_to_json
 from dynaquant.formatting import NONE, in_bytes, in_seconds, percent, plural, times
 from dynaquant.report.charts import Chart, charts
 from dynaquant.report.figures import javascript
-from dynaquant.report.statistics import Statistics, statistics_of
-from dynaquant.saving.record import Record
+from dynaquant.report.statistics import Row, Statistics, statistics_of
 from dynaquant.search.scores import number_to_json
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.chain import retry_if_run_changed
@@ -25,6 +24,7 @@ from dynaquant.store.run import Run
 
 COLUMNS = (
     "step",
+    "tags",
     "parent",
     "bytes stored",
     "raw",
@@ -145,19 +145,21 @@ def _section(chart: Chart) -> str:
 
 
 def _table(statistics: Statistics) -> str:
-    left = {"configuration", "found by"}
+    left = {"tags", "configuration", "found by"}
     head = "".join(f'<th class="left">{name}</th>' if name in left else f"<th>{name}</th>" for name in COLUMNS)
-    rows = "".join(f"<tr>{''.join(_cells(row.record))}</tr>" for row in statistics.rows)
+    rows = "".join(f"<tr>{''.join(_cells(row))}</tr>" for row in statistics.rows)
     return (
         '<section class="long"><h2>All checkpoints</h2><div class="scroll"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
 
-def _cells(record: Record) -> Iterator[str]:
+def _cells(row: Row) -> Iterator[str]:
+    record = row.record
     weights, chosen = record.roles.get("weight"), record.configuration
     loss = record.degradation
     yield _cell("step", record.step, f"{record.step:,}")
+    yield _cell("tags", row.tags, ", ".join(row.tags), "left")
     yield _cell("parent", record.parent, "keyframe" if record.parent is None else f"{record.parent:,}")
     yield _cell("total.stored", record.total.stored, f"{record.total.stored:,}")
     yield _cell("total.raw", record.total.raw, f"{record.total.raw:,}")

@@ -12,6 +12,7 @@ from dynaquant.report.inspection import RestoreCost, TensorInfo, restore_cost, t
 from dynaquant.saving.record import Record, Size, record_of
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.run import Run
+from dynaquant.store.tags import tags_of
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,13 @@ class Row:
     """One checkpoint.
 
     restore: None if a checkpoint that this one depends on is missing. weights: by name, in the order of the model.
+    tags: its names.
     """
 
     record: Record
     restore: RestoreCost | None
     weights: dict[str, TensorInfo]
+    tags: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,10 @@ def statistics_of(run: Run, files: Iterable[CheckpointFile], broken: Iterable[Ch
     without_chain: dict[Parent, str] = {}
     rows: list[Row] = []
     lossless_copy = 0
+    try:
+        tags = tags_of(run)
+    except CheckpointError as error:
+        tags, skipped = [], [*skipped, str(error)]
     for file in files:
         header = file.header
         itself = Parent(header.step, header.identity)
@@ -112,7 +119,8 @@ def statistics_of(run: Run, files: Iterable[CheckpointFile], broken: Iterable[Ch
             skipped.append(str(error))
         weights = {info.name: info for info in tensors_of(file) if info.role == "weight"}
         try:
-            rows.append(Row(record_of(file), restore, weights))
+            own = tuple(tag.name for tag in tags if tag.refers_to(header))
+            rows.append(Row(record_of(file), restore, weights, own))
         except CheckpointError as error:
             skipped.append(str(error))
     if not rows:

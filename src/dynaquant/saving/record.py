@@ -51,7 +51,8 @@ class Record:
     - ``judged_by``: how its degradation was determined: ``"evaluate"``, or an estimate (``"fisher distortion"``,
       ``"distortion"``); None if it was not.
     - ``limit``: the degradation that was allowed. It can be below ``max_degradation``.
-    - ``quality``: of the weights as restored (a ``MeasuredQuality``); None without ``evaluate``.
+    - ``quality``: of the weights as restored (a ``MeasuredQuality``); None without ``evaluate``, and where ``search``
+      is ``lossless``.
     - ``progress``: the share of the weights' displacement since the last restore that the stored weights
       keep; None if nothing was restored, if that no longer matters, or if weights are exact.
     - ``predicted``: expected bytes of the weights. The actual ones are ``roles["weight"].stored``.

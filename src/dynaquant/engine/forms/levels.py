@@ -18,7 +18,17 @@ from dynaquant.engine.forms.form import Coded, Form, LevelCount, StoredTensor
 from dynaquant.engine.forms.scheme import Coder, Scheme
 from dynaquant.engine.forms.schemes import Conditional, Rearranged
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED, Centres, Codebook, Grid, LogGrid, in_common
+from dynaquant.engine.tensors.codebook import (
+    FIRST_BIN,
+    PROTECTED,
+    PRUNED,
+    Centres,
+    Codebook,
+    Grid,
+    LogGrid,
+    in_common,
+    same_levels,
+)
 from dynaquant.engine.tensors.dtypes import saturating_cast
 
 NO_OUTLIERS = np.zeros(0, dtype=np.uint16)
@@ -131,15 +141,18 @@ class QuantizedTensor(Form):
     def level_counts(self) -> list[LevelCount]:
         counts = np.bincount(self.levels, minlength=FIRST_BIN + len(self.centres))
         bins = [
-            LevelCount(f"bin {i}", float(self.centres[i]), int(counts[FIRST_BIN + i]))
-            for i in np.argsort(self.centres, kind="stable")
+            LevelCount(name, float(value), int(count))
+            for name, value, count in zip(self.codebook.names, self.centres, counts[FIRST_BIN:], strict=True)
         ]
-        pruned, protected = int(counts[PRUNED]), int(counts[PROTECTED])
-        found = [LevelCount("pruned", 0.0, pruned), LevelCount("protected", None, protected), *bins]
+        clusters = isinstance(self.codebook, Centres)
+        zero = LevelCount("pruned" if clusters else "0", 0.0, int(counts[PRUNED]))
+        outliers = LevelCount("protected" if clusters else "outlier", None, int(counts[PROTECTED]))
+        first, others = ([zero], bins) if clusters else ([], [zero, *bins])
+        found = [*first, outliers, *sorted(others, key=lambda each: each.value or 0.0)]
         return [each for each in found if each.count]
 
     def migrated(self, other: StoredTensor) -> float | None:
-        if not isinstance(other, QuantizedTensor) or self.codebook.bins != other.codebook.bins:
+        if not isinstance(other, QuantizedTensor) or not same_levels(self.codebook, other.codebook):
             return None
         return float(np.mean(self.levels != other.levels))
 

@@ -57,6 +57,11 @@ class Centres:
         """Number of bins."""
         return len(self.values)
 
+    @property
+    def names(self) -> list[str]:
+        """The name of each bin, for people."""
+        return [f"bin {i}" for i in range(self.bins)]
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -66,12 +71,22 @@ class Grid:
     bins: int
 
     @property
-    def values(self) -> NDArray[np.float32]:
-        """The value of each bin."""
+    def multiples(self) -> NDArray[np.int64]:
+        """The number of steps from zero to each bin."""
         multiples = np.arange(self.bins) // 2 + 1
         multiples[1::2] *= -1
+        return multiples
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """The value of each bin."""
         with np.errstate(over="ignore"):  # no quantizer makes so wide a grid, but a damaged file may hold one
-            return multiples.astype(np.float32) * rung_value(self.rung)
+            return self.multiples.astype(np.float32) * rung_value(self.rung)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each bin, for people."""
+        return [f"{multiple:+}" for multiple in self.multiples]
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,11 @@ class LogGrid:
     def values(self) -> NDArray[np.float32]:
         """The value of each bin."""
         return np.array([rung_value((self.first + i) * self.pace) for i in range(self.bins)], dtype=np.float32)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each bin, for people."""
+        return [f"2^{(self.first + i) * self.pace / RUNGS_PER_OCTAVE:g}" for i in range(self.bins)]
 
 
 Codebook = Centres | Grid | LogGrid
@@ -111,6 +131,15 @@ def in_common(codebooks: Sequence[Codebook]) -> tuple[Codebook, list[int]] | Non
         return LogGrid(first.pace, lowest, bins), shifts
     same = all(isinstance(codebook, Centres) and same_values(codebook, first) for codebook in used)
     return (first, [0] * len(codebooks)) if same else None
+
+
+def same_levels(a: Codebook, b: Codebook) -> bool:
+    """Whether a level means the same in both: on the same grid, or the same of as many clusters."""
+    if isinstance(a, Grid):
+        return isinstance(b, Grid) and a.rung == b.rung
+    if isinstance(a, LogGrid):
+        return isinstance(b, LogGrid) and (a.pace, a.first) == (b.pace, b.first)
+    return isinstance(b, Centres) and a.bins == b.bins
 
 
 def same_values(a: Codebook, b: Codebook) -> bool:

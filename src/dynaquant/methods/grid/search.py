@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dynaquant.engine.quantize.grid_weights import GridWeights
-from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, in_short
+from dynaquant.engine.quantize.knobs import GridConfiguration, in_short
 from dynaquant.methods.grid.scale_search import LONGEST_MOVE, degradation_at_scale_1, first_exponent, scale_search
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found
 from dynaquant.search.history import REMEMBERED, History, LastScale
@@ -75,19 +75,19 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
 
     # Stochastic rounding keeps the displacement on average. The metric judges its noise.
     found = search(start, earlier, True)
-    chosen: Knobs
     if found is not None:
         chosen = GridConfiguration(found, dithered=True)
-        rounding = "with stochastic rounding"
-    else:  # if little is allowed, even the finest grid may fail by chance: outliers are rounded to 16 bits
-        found = search(start, earlier, False)
-        if found is None:
-            return NOTHING_GOOD_ENOUGH
-        rounded = GridConfiguration(found)
-        chosen = trials.keeping_most()
-        rounding = f"with {in_short(chosen)}"
+        note = (
+            f"stochastic rounding: rounding to the nearest level would keep only {trials.share_kept(rounded):.0%} of "
+            f"what weights have moved since the restore, this keeps {trials.share_kept(chosen):.0%}"
+        )
+        return Found("scale", chosen, chosen, (note,))
+    # If little is allowed, even the finest grid may fail by chance: outliers are rounded to 16 bits.
+    if search(start, earlier, False) is None:
+        return NOTHING_GOOD_ENOUGH
+    most = trials.keeping_most()
     note = (
-        f"rounded to the nearest level, weights keep {trials.share_kept(rounded):.0%} of their displacement since "
-        f"the restore; {rounding}, {trials.share_kept(chosen):.0%}"
+        f"{in_short(most)}: keeps only {trials.share_kept(most):.0%} of what weights have moved since the restore, the "
+        "most of what was good enough; stochastic rounding was not"
     )
-    return Found("scale", chosen, chosen, (note,))
+    return Found("scale", most, most, (note,))

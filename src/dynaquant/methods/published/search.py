@@ -46,15 +46,12 @@ def search_published(
     if clusters_keep_enough(trials.trial(good_enough)):
         return Found(search, good_enough, good_enough)
     chosen = _keeping_enough(space, sizes, trials, found)
-    instead = (
-        "no other configuration that is good enough keeps more"
-        if chosen == good_enough
-        else f"{in_short(chosen)}: keeps {trials.trial(chosen).progress:.0%}"
-    )
-    note = (
-        f"{in_short(good_enough)}: good enough, but keeps only {trials.trial(good_enough).progress:.0%} of the "
-        f"displacement since the restore; {instead}"
-    )
+    by_quality, kept = (f"{trials.trial(each).progress:.0%}" for each in (good_enough, chosen))
+    since = "of what weights have moved since the restore"
+    if chosen == good_enough:
+        note = f"{in_short(chosen)}: keeps only {kept} {since}; nothing else that is good enough keeps more"
+    else:
+        note = f"{in_short(chosen)}: keeps {kept} {since}; {in_short(good_enough)} would keep only {by_quality}"
     return Found(search, good_enough, chosen, (note,))
 
 
