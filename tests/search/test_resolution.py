@@ -181,6 +181,15 @@ def test_an_accuracy_on_batches_that_has_become_1_is_found_out(tmp_path):
     assert any("the metric is the same for all weights tried" in note for note in record.notes)
 
 
+def test_weights_that_have_not_changed_say_nothing_about_the_metric(tmp_path):
+    model, optimizer = training_of()
+    train(model, optimizer, 5)
+    for step in (1, 2, 3):
+        with dq.Checkpointer(tmp_path, model, optimizer, evaluate=loss) as ckpt:
+            assert ckpt.restore() == (step - 1 or None)
+            assert ckpt.save(step).result().notes == []
+
+
 @pytest.mark.slow
 def test_ranks_that_average_a_coarse_or_blind_metric_save(tmp_path):
     script = Path(__file__).parents[1] / "support" / "averaging_ranks.py"

@@ -189,7 +189,8 @@ class _Search:
         if blind is not None:
             decision = self.by_estimate(memory, [*notes, blind])
             return replace(decision, quality=trials.quality_of(decision.configuration))
-        while self._can_be_bounded and (seen := resolution_of(trials.done, resolution)) != resolution:
+        tells = trials.has_weights and self._can_be_bounded  # no candidate, no change
+        while tells and (seen := resolution_of(trials.done, resolution)) != resolution:
             before, resolution = resolution, seen
             if is_too_coarse(before, limit) or is_too_coarse(seen, limit):
                 found = find()
