@@ -50,7 +50,8 @@ class Record:
       ``"fixed"`` (the user gave it), or ``"lossless"``.
     - ``judged_by``: how its degradation was determined: ``"evaluate"``, or an estimate (``"fisher distortion"``,
       ``"distortion"``); None if it was not.
-    - ``limit``: the degradation that was allowed. It can be below ``max_degradation``.
+    - ``limit``: the degradation that was allowed. It can be below ``max_degradation``. It contains one step of a metric
+      that moves in steps too coarse to tell.
     - ``quality``: of the weights as restored (a ``MeasuredQuality``); None without ``evaluate``, and where ``search``
       is ``lossless``.
     - ``progress``: the share of the weights' displacement since the last restore that the stored weights
@@ -255,7 +256,7 @@ def _quality(found: Mapping[str, Any]) -> MeasuredQuality:
 def degradation_of(record: Mapping[str, Any]) -> float:
     """Return what a restore of a checkpoint counts as: the measured degradation, or else what was allowed.
 
-    0 if neither is known. Of a metric that was too coarse to tell, the record has an estimate.
+    0 if neither is known. What a metric that was too coarse to tell has measured does not count.
     """
     quality, search = record.get("quality"), record.get("search")
     judged = isinstance(search, Mapping) and search.get("judged_by") == "evaluate" and not search.get("estimated")

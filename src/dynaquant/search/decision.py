@@ -49,8 +49,8 @@ class Decision:
     metric or it failed. limit: the degradation that was allowed; None if the user gave the configuration.
     judged_by: None if nothing was judged. equivalents: what was spent on the weights in training and on candidates, in
     evaluations on all batches; 0 without a metric. memory: what the next search starts from. averages: the quality of
-    averages of weights, by the name of the extra, where they were judged. estimated: what the estimate allowed, if the
-    metric was too coarse to tell; a restore counts as so much.
+    averages of weights, by the name of the extra, where they were judged. estimated: what a restore counts as, if
+    the metric was too coarse to measure it: what was allowed without one of its steps. None otherwise.
     """
 
     search: Search
