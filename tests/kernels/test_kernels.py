@@ -323,7 +323,8 @@ def test_levels_of_units_are_those_of_the_quotients(where, shape, dtype):
     for kernel, place in ((host, "cpu"), (device, where)):
         of_rows, of_columns = rows.to(place), columns.to(place)
         for of in ((of_rows, of_columns), (seconds.to(place), None)):
-            levels, found = kernel.grid_levels_of_units(values.to(place), *of, 0.3)
+            levels = torch.empty(len(values), dtype=torch.uint8, device=place)
+            found = kernel.grid_levels_of_units(values.to(place), *of, 0.3, levels)
             assert torch.equal(levels.cpu(), wanted)
             assert min(found(), 256) == highest()
 

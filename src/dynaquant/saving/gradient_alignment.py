@@ -41,16 +41,29 @@ def gradient_alignment(
     matrices = {name: each for name, each in parameters.items() if each.numel() > max(each.shape, default=0)}
     moments = {name: local_of(moment) for name, moment in second_moments(matrices, optimizers).items()}
     weights = {name: local_of(matrices[name]) for name in moments}
-    of_weights, of_moments = (sampled_values(each, _SAMPLE) for each in (weights, moments))
-    own: dict[str, list[float]] = {}
-    for name, weight in weights.items():
-        own[name] = [0.0] * 4  # a rank may hold nothing of a tensor
-        if name in of_weights and name in of_moments and weight.stride() == moments[name].stride():
-            with np.errstate(invalid="ignore", over="ignore"):  # infinite values
-                squared, v = np.square(of_weights[name]), of_moments[name]
-                sums = float(squared @ v), float(squared.sum()), float(v.sum())
-            own[name] = [*(total * weight.numel() / len(v) for total in sums), float(weight.numel())]
+    own = {name: [0.0] * 4 for name in weights}  # a rank may hold nothing of a tensor
+    own |= _sums(weights, {n: m for n, m in moments.items() if m.stride() == weights[n].stride()})
     found = np.array(list(shards.sums(own).values())).reshape(-1, 4)
     together, squares, gradients, sizes = found[np.isfinite(found).all(1) & (found[:, 3] > 0)].T
     assumed = float((squares * gradients / sizes).sum())
     return min(1.0, float(together.sum()) / assumed / _ORDINARY) if 0 < assumed < math.inf else 1.0
+
+
+def _sums(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Return ``Σ v·w²``, ``Σ w²``, ``Σ v`` and the number of values, by name, of tensors that have values and moments.
+
+    The sums are those of a sample, times the values that one of the sample stands for.
+    """
+    of_weights, of_moments = (sampled_values(each, _SAMPLE) for each in (weights, moments))
+    names = [name for name in of_weights if name in of_moments]
+    if not names:
+        return {}
+    # One array for all: a model may have ten thousand parameters.
+    w, v = (np.concatenate([of[name] for name in names]) for of in (of_weights, of_moments))
+    lengths = np.array([len(of_weights[name]) for name in names])
+    sizes = np.array([weights[name].numel() for name in names])
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite values
+        squared = np.square(w)
+        sums = np.add.reduceat(np.stack([squared * v, squared, v]), np.cumsum(lengths) - lengths, axis=1)
+        together = np.vstack([sums * (sizes / lengths), sizes])
+    return dict(zip(names, together.T.tolist(), strict=True))

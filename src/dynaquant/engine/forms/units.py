@@ -109,14 +109,18 @@ def in_units(first: Tensor, second: SecondMoment) -> Tensor:
     return units.view(first.shape)
 
 
-def levels_in_units(first: Tensor, second: SecondMoment, inverse: float) -> list[tuple[Tensor, Callable[[], int]]]:
-    """Return ``Kernels.grid_levels`` of ``in_units``, piece by piece. Makes no units of a whole tensor."""
+def levels_in_units(first: Tensor, second: SecondMoment, inverse: float) -> tuple[Tensor, Callable[[], int]]:
+    """Return ``Kernels.grid_levels`` of ``in_units``. Works piece by piece and makes no units of a whole tensor."""
     flat, kernel = first.detach().reshape(-1), kernels.for_device(first.device)
     # On the host, units of float32 never leave the caches, so the rows and columns of a matrix make one piece.
     in_one = first.is_cpu and first.dtype == torch.float32 and isinstance(second, RankOne)
     size = flat.numel() if in_one else piece_length(second.shape, first.device)
-    parts = _parts(first, second, size)
-    return [kernel.grid_levels_of_units(flat[part], rows, columns, inverse) for part, rows, columns in parts]
+    levels = kernels.empty(flat.shape, torch.uint8, first.device)
+    waits = [
+        kernel.grid_levels_of_units(flat[part], seconds, columns, inverse, levels[part])
+        for part, seconds, columns in _parts(first, second, size)
+    ]
+    return levels, lambda: max(highest() for highest in waits)
 
 
 def _parts(first: Tensor, second: SecondMoment, size: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:

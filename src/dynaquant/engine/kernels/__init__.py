@@ -123,9 +123,12 @@ class Kernels(Protocol):
         """
 
     def grid_levels_of_units(
-        self, values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float
-    ) -> tuple[Tensor, Callable[[], int]]:
-        """Return ``grid_levels`` of what ``divide_by_roots`` fills, rounded to the nearest. values: of any dtype."""
+        self, values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float, out: Tensor
+    ) -> Callable[[], int]:
+        """Fill ``out`` with ``grid_levels`` of what ``divide_by_roots`` fills, rounded to the nearest.
+
+        Return a function that waits for the highest level. values: of any dtype. out: uint8, contiguous.
+        """
 
     def multiply_by_roots(self, values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
         """Multiply values by ``sqrt(seconds)``, in place. All as for ``divide_by_roots``; ``values`` is contiguous."""

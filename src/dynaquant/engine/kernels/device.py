@@ -256,11 +256,13 @@ def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tenso
 
 
 def grid_levels_of_units(
-    values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float
-) -> tuple[Tensor, Callable[[], int]]:
+    values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float, out: Tensor
+) -> Callable[[], int]:
     units = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
     divide_by_roots(values.to(torch.float32), seconds, units, columns)
-    return grid_levels(units, inverse, None)
+    levels, highest = grid_levels(units, inverse, None)
+    out.copy_(levels)
+    return highest
 
 
 def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:

@@ -167,12 +167,11 @@ def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tenso
 
 
 def grid_levels_of_units(
-    values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float
-) -> tuple[Tensor, Callable[[], int]]:
-    levels = empty(torch.Size([values.numel()]), torch.uint8)
+    values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float, out: Tensor
+) -> Callable[[], int]:
     of_columns = None if columns is None else _float32(columns)
-    highest = _native.grid_levels_of_units(_float32(values), _float32(seconds), of_columns, inverse, levels.numpy())
-    return levels, lambda: highest
+    highest = _native.grid_levels_of_units(_float32(values), _float32(seconds), of_columns, inverse, out.numpy())
+    return lambda: highest
 
 
 def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:

@@ -165,9 +165,8 @@ def _units_on_grid(first: Tensor, second: QuantizedTensor | RankOne, rung: int, 
     """
     if not first.numel():
         return _on_grid(in_units(first, second), rung, decoded)
-    found = levels_in_units(first, second, inverse_step(rung))
-    levels = torch.cat([own for own, _ in found]) if len(found) > 1 else found[0][0]
-    highest = max(wait() for _, wait in found)
+    levels, wait = levels_in_units(first, second, inverse_step(rung))
+    highest = wait()
     if highest >= FIRST_BIN + MAX_BINS:  # an infinite or NaN value is an outlier
         outliers = first.detach().reshape(-1)[(levels == PROTECTED).to(first.device)]
         if not bool(outliers.isfinite().all()):
