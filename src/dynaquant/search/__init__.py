@@ -13,6 +13,7 @@
 - ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``.
 - ``sight``: whether the metric sees the weights at all.
 - ``resolution``: whether the metric moves in steps that are too coarse for what a checkpoint may lose.
+- ``stepped_search``: searches by a metric that may turn out to move in such steps.
 - ``judge``: measures how much worse quantized weights are, by the metric, or else by their ``distortion``.
 - ``sequential_test``: tells from a few batches whether a candidate is good enough.
 - ``failures``: sorts exceptions in ``evaluate`` by their cause.

@@ -6,21 +6,20 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found, Search
 from dynaquant.search.displacement import Displacement
-from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, PairedJudge
 from dynaquant.search.metric import OriginalScore, UserMetric
-from dynaquant.search.resolution import is_too_coarse, one_step_more, resolution_of
+from dynaquant.search.resolution import is_too_coarse
 from dynaquant.search.resolution import note_on as note_on_resolution
 from dynaquant.search.search_log import bar_removed
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
+from dynaquant.search.stepped_search import Estimated, SteppedSearch
 from dynaquant.search.subject import ParameterValues
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 
@@ -121,16 +120,6 @@ class ConfigurationManager:
         return search.by_estimate(memory)
 
 
-class _Bound(NamedTuple):
-    """What bounds a search whose metric moves in coarse steps.
-
-    coarsest: configuration to try. history: what the estimate's next search starts from.
-    """
-
-    coarsest: Knobs | None
-    history: History
-
-
 @dataclass(frozen=True)
 class _Search:
     """The search of one save. fixed: the user's configuration. quiet: whether notes are for the record only."""
@@ -173,36 +162,32 @@ class _Search:
         """Decide by a search: by the metric, or by the estimate as far as the metric does not tell weights apart."""
         limit, margin = trials.limit, original.noise_margin
         size = abs(self.group.from_rank_0(original.score))
-        resolution = known = self._known_resolution(memory, size)
-        bound = cache(partial(self._bound, memory))
-
-        def find() -> Found:
-            if is_too_coarse(resolution, limit):
-                trials.go_on(one_step_more(resolution, limit, self.limits.last_resort - margin), bound().coarsest)
-            else:
-                trials.go_on(limit, None)
-            return self._found(trials, memory)
-
-        found = find()
+        known = self._known_resolution(memory, size)
+        stepped = SteppedSearch(
+            trials,
+            lambda: self._found(trials, memory),
+            lambda: self._estimated(memory),
+            limit,
+            self.limits.last_resort - margin,
+            known,
+        )
+        found = stepped.run()
         sight, blind, reference = self._sight(metric, original.score, trials, memory)
-        memory = replace(memory, sight=sight, reference=reference)
+        seen = replace(memory, sight=sight, reference=reference)
         if blind is not None:
-            decision = self.by_estimate(memory, [*notes, blind])
+            decision = self.by_estimate(seen, [*notes, blind])
             return replace(decision, quality=trials.quality_of(decision.configuration))
-        tells = trials.has_weights and self._can_be_bounded  # no candidate, no change
-        while tells and (seen := resolution_of(trials.done, resolution)) != resolution:
-            before, resolution = resolution, seen
-            if is_too_coarse(before, limit) or is_too_coarse(seen, limit):
-                found = find()
-        memory = replace(memory, resolution=resolution and resolution * (size or math.inf))
-        if not is_too_coarse(resolution, limit):
-            return self._decided(found, trials, judge, limit, margin, notes, memory)
-        coarse = note_on_resolution(resolution, limit, trials.limit)
+        if trials.has_weights and self._can_be_bounded:  # no candidate, no change
+            found = stepped.run_again(found)
+        seen = replace(seen, resolution=stepped.resolution and stepped.resolution * (size or math.inf))
+        if not stepped.is_coarse:
+            return self._decided(found, trials, judge, limit, margin, notes, seen)
+        coarse = note_on_resolution(stepped.resolution, limit, trials.limit)
         if not is_too_coarse(known, limit):
             self.warn(coarse)
-        decision = self._decided(found, trials, judge, trials.limit, margin, [*notes, coarse], memory)
+        decision = self._decided(found, trials, judge, trials.limit, margin, [*notes, coarse], seen)
         beyond = decision.quality.degradation - trials.limit if decision.quality else 0.0  # the last resort
-        memory = replace(decision.memory, history=bound().history)
+        memory = replace(decision.memory, history=stepped.estimated.history)
         return replace(decision, estimated=limit + max(beyond, 0.0), memory=memory)
 
     @property
@@ -216,14 +201,14 @@ class _Search:
             return None
         return memory.resolution / size if size > 0 else math.inf
 
-    def _bound(self, memory: SearchMemory) -> _Bound:
+    def _estimated(self, memory: SearchMemory) -> Estimated:
         """Search by the estimate, whether it is trusted or not: a metric in coarse steps still forbids. Collective."""
         trials = self._with_estimate(memory)
         found = self._found(trials, memory).good_enough
         history = memory.history
         if found is not None and trials.has_weights:
             history = self.prepared.after(memory, self.limits.allowed, found, trials).history
-        return _Bound(self.prepared.bound(found), history)
+        return Estimated(self.prepared.bound(found), history)
 
     def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
