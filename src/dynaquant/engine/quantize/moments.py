@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaquant.cached import cached_property
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.form import Form
 from dynaquant.engine.forms.levels import QuantizedTensor
-from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.forms.units import ScaledMoment
-from dynaquant.engine.label import Label
+from dynaquant.engine.forms.units import ScaledMoment, SecondMoment
+from dynaquant.engine.label import Label, Role
 from dynaquant.engine.quantize.epsilon import Epsilon, epsilon_with
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.engine.quantize.second_moment import quantize_second_moment
@@ -64,72 +68,105 @@ def quantize_moments(
     All ranks come to the same decisions, and get the same kinds of forms. These are the decisions of one process that
     holds all elements, but for the last bits of sums.
     """
+    moments = _Moments(tensors, labels, first_tolerance, second_tolerance, first_tolerances, shards, epsilons)
+    seconds = run_in_windows(moments.named("second_moment"), moments.second, moments.size, shards.reduce)
+    firsts = run_in_windows(moments.named("first_moment"), partial(moments.first, seconds), moments.size, shards.reduce)
+    return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
 
-    of_seconds = [name for name in tensors if labels[name].role == "second_moment"]
-    of_firsts = [name for name in tensors if labels[name].role == "first_moment"]
-    moments = [*of_seconds, *of_firsts]
-    # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
-    alone = [] if shards.divided else moments
-    small = {name: values for name in alone if (values := small_values(tensors[name])) is not None}
-    on_devices = kernels.all_extremes({n: tensors[n] for n in moments if tensors[n].device.type != "cpu"})
 
-    def extremes_of(name: str) -> tuple[float, float] | None:
-        if name in on_devices or not tensors[name].numel():
-            return on_devices.get(name)
-        return kernels.for_device(tensors[name].device).extremes(tensors[name])  # most moments on the host need none
+@dataclass(frozen=True)
+class _Moments:
+    """The moments of a state, as ``quantize_moments`` takes them. Each method decides about one of them, by name."""
 
-    def epsilon_of(name: str) -> Epsilon:
-        return epsilon_with(epsilons.get(name.rpartition(".")[0], 0.0))
+    tensors: Mapping[str, Tensor]
+    labels: Mapping[str, Label]
+    first_tolerance: float
+    second_tolerance: float
+    first_tolerances: Mapping[str, float]
+    shards: Shards
+    epsilons: Mapping[str, float]
 
-    def size(name: str) -> int:
+    def named(self, role: Role) -> list[str]:
+        """Return the names of all moments of a role."""
+        return [name for name in self.tensors if self.labels[name].role == role]
+
+    def size(self, name: str) -> int:
+        """Return how many numbers a decision holds in memory, at most."""
         # Sums of rows and columns are as long as those of the whole tensor.
-        return tensors[name].numel() + sum(shards.of(name, tensors[name]).shape)
+        return self.tensors[name].numel() + sum(self._shard(name).shape)
 
-    def second(name: str) -> Reduction[QuantizedTensor | RankOne | None]:
-        tensor, epsilon = tensors[name], epsilon_of(name)
-        if (values := small.get(name)) is not None:
-            return quantize_small_second_moment(values, tensor.shape, second_tolerance, epsilon)
-        shard = shards.of(name, tensor)
-        if (yield from _usable(extremes_of(name), shard, lowest=0.0)):
-            return (yield from quantize_second_moment(tensor, second_tolerance, shard, epsilon))
+    def second(self, name: str) -> Reduction[SecondMoment | None]:
+        """Return a second moment, quantized, or None."""
+        tensor, epsilon = self.tensors[name], self._epsilon(name)
+        if (values := self._small.get(name)) is not None:
+            return quantize_small_second_moment(values, tensor.shape, self.second_tolerance, epsilon)
+        shard = self._shard(name)
+        if (yield from _usable(self._extremes(name), shard, lowest=0.0)):
+            return (yield from quantize_second_moment(tensor, self.second_tolerance, shard, epsilon))
         return None
 
-    def first(name: str) -> Reduction[ScaledMoment | QuantizedTensor | None]:
-        divisor = _second_of(name, tensors)
+    def first(
+        self, seconds: Mapping[str, SecondMoment | None], name: str
+    ) -> Reduction[ScaledMoment | QuantizedTensor | None]:
+        """Return a first moment, quantized, or None. seconds: what ``second`` has returned."""
+        divisor = _second_of(name, self.tensors)
         if divisor is None:
-            return (yield from momentum(name))
-        stored, tolerance = seconds.get(divisor), first_tolerances.get(name, first_tolerance)
+            return (yield from self._momentum(name))
+        stored, tolerance = seconds.get(divisor), self.first_tolerances.get(name, self.first_tolerance)
         if stored is None:
             return None
-        tensor, epsilon = tensors[name], epsilon_of(name)
-        are_small = divisor in small and tensor.shape == stored.shape and tolerance < math.inf
-        if are_small and (values := small.get(name)) is not None:
+        tensor, epsilon = self.tensors[name], self._epsilon(name)
+        are_small = divisor in self._small and tensor.shape == stored.shape and tolerance < math.inf
+        if are_small and (values := self._small.get(name)) is not None:
             return quantize_small_first_moment(values, stored, divisor, tolerance, epsilon)
-        shard = shards.of(name, tensor)
-        alike = shards.of(divisor, tensors[divisor]) == shard
-        if tensor.is_cpu and tolerance < math.inf and not shards.divided:
+        shard = self._shard(name)
+        alike = self._shard(divisor) == shard
+        if tensor.is_cpu and tolerance < math.inf and not self.shards.divided:
             usable = alike and tensor.numel() > 0  # its levels show whether all values are finite
         else:
-            usable = yield from _usable(extremes_of(name), shard, alike=alike)
+            usable = yield from _usable(self._extremes(name), shard, alike=alike)
         if usable:
-            own = shard if shards.divided else None
+            own = shard if self.shards.divided else None
             return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, own, epsilon))
         return None
 
-    def momentum(name: str) -> Reduction[QuantizedTensor | None]:
+    def _momentum(self, name: str) -> Reduction[QuantizedTensor | None]:
         lacks_second = name.rpartition(".")[2] in _SECOND_OF_FIRST
         # With a tolerance of its own it would be exact, and as large as the weights.
-        tolerance = first_tolerance if lacks_second else first_tolerances.get(name, first_tolerance)
+        tolerance = self.first_tolerance if lacks_second else self.first_tolerances.get(name, self.first_tolerance)
         if lacks_second and tolerance < math.inf:
             return None
-        shard = shards.of(name, tensors[name])
-        if (yield from _usable(extremes_of(name), shard)):
-            return (yield from quantize_momentum(tensors[name], tolerance, shard))
+        shard = self._shard(name)
+        if (yield from _usable(self._extremes(name), shard)):
+            return (yield from quantize_momentum(self.tensors[name], tolerance, shard))
         return None
 
-    seconds = run_in_windows(of_seconds, second, size, shards.reduce)
-    firsts = run_in_windows(of_firsts, first, size, shards.reduce)
-    return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
+    def _shard(self, name: str) -> Shard:
+        return self.shards.of(name, self.tensors[name])
+
+    def _epsilon(self, name: str) -> Epsilon:
+        return epsilon_with(self.epsilons.get(name.rpartition(".")[0], 0.0))
+
+    def _extremes(self, name: str) -> tuple[float, float] | None:
+        if name in self._extremes_on_devices or not self.tensors[name].numel():
+            return self._extremes_on_devices.get(name)
+        return kernels.for_device(self.tensors[name].device).extremes(self.tensors[name])  # most on the host need none
+
+    @cached_property
+    def _all(self) -> list[str]:
+        return [*self.named("second_moment"), *self.named("first_moment")]
+
+    @cached_property
+    def _small(self) -> dict[str, NDArray[np.float32]]:
+        """The values of the moments that take one native call each."""
+        # All ranks must take part in the decisions about a tensor, also about one that a single rank gives as a whole.
+        alone = [] if self.shards.divided else self._all
+        return {name: values for name in alone if (values := small_values(self.tensors[name])) is not None}
+
+    @cached_property
+    def _extremes_on_devices(self) -> dict[str, tuple[float, float]]:
+        """The extremes of the moments on devices, which cross together."""
+        return kernels.all_extremes({n: self.tensors[n] for n in self._all if self.tensors[n].device.type != "cpu"})
 
 
 def _usable(
