@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu.hpp"
+#include "magnitudes.hpp"
 #include "tables.hpp"
 #include "threads.hpp"
 
@@ -36,6 +37,8 @@ NB_MODULE(_native, m) {
     m.attr("LEVEL_PRUNED") = dynaquant::level_pruned;
     m.attr("LEVEL_PROTECTED") = dynaquant::level_protected;
     m.attr("UNDECIDED") = dynaquant::undecided;
+    m.attr("MOST_UNEVEN") = dynaquant::most_uneven;
+    m.attr("TYPICAL_SAMPLE") = dynaquant::typical_sample;
     m.def("threads", &threads,
           "Returns how many threads a call may use, the calling thread included (docs/guide.md).\n"
           "ValueError: DYNAQUANT_THREADS is not a positive number.");

@@ -198,7 +198,8 @@ void bind_values(nb::module_& m) {
           "the same.");
     m.def("tensor_magnitude", &tensor_magnitude, "values"_a.noconvert(), "rows"_a,
           "Returns what matrix_magnitude or vector_magnitude does, of values row by row. None if all are the same or not\n"
-          "finite, or if their squares could overflow or vanish. ValueError: no values, or not so many rows.");
+          "finite, if their squares could overflow or vanish, or if a matrix is too uneven for a grid. ValueError: no values,\n"
+          "or not so many rows.");
     m.def("sums", &sums, "values"_a.noconvert(),
           "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
     m.def("divide_by_roots", &divide_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(), "out"_a.noconvert(),

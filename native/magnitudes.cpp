@@ -56,6 +56,20 @@ Magnitude magnitude_of(std::span<const Value> values) {
     return {sum / static_cast<double>(values.size()), deviation};
 }
 
+// Returns the size of most values that are not zero; 0 if all are.
+double typical_size(std::span<const float> values) {
+    std::size_t pace = std::max<std::size_t>(values.size() / typical_sample, 1);
+    if (pace > 1 && pace % 2 == 0) --pace;  // rows often have an even length: an even pace would stay in some columns
+    double sum = 0.0;
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < values.size(); i += pace) {
+        if (values[i] == 0.0f) continue;
+        sum += std::sqrt(std::sqrt(std::abs(static_cast<double>(values[i]))));
+        ++count;
+    }
+    return count == 0 ? 0.0 : std::pow(sum / static_cast<double>(count), 4);
+}
+
 }  // namespace
 
 Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const double> column_sums) {
@@ -87,7 +101,9 @@ std::optional<Magnitude> tensor_magnitude(std::span<const float> values, std::si
     if (rows == 1 || columns == 1) return magnitude_of(values);
     std::vector<double> row_sums(rows), column_sums(columns);
     row_and_column_squares(values, row_sums, column_sums);
-    return matrix_magnitude(row_sums, column_sums);
+    const Magnitude magnitude = matrix_magnitude(row_sums, column_sums);
+    if (magnitude.small > most_uneven * typical_size(values)) return std::nullopt;
+    return magnitude;
 }
 
 }  // namespace dynaquant

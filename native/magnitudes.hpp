@@ -1,6 +1,7 @@
 // How large the values of a tensor are (engine/quantize/magnitude.py says what for).
 #pragma once
 
+#include <cstddef>
 #include <optional>
 #include <span>
 
@@ -26,8 +27,15 @@ Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const dou
 // Of a vector. Throws std::invalid_argument if its values are all the same.
 Magnitude vector_magnitude(std::span<const double> values);
 
-// Of a tensor, given row by row. None if its values are all the same or not finite, or if their squares could overflow
-// or vanish. values: not empty.
+// A matrix is too uneven for a grid if Magnitude::small is more than this multiple of its typical size: every row and every
+// column has values so large that a grid for them would leave nothing of most others. The typical size is that of values
+// that are not zero: the fourth power of the mean of their fourth roots, which a few values of any size hardly move.
+inline constexpr double most_uneven = 8.0;
+// At most about so many values tell the typical size.
+inline constexpr std::size_t typical_sample = 1024;
+
+// Of a tensor, given row by row. None if its values are all the same or not finite, if their squares could overflow or
+// vanish, or if it is a matrix of values too uneven for a grid. values: not empty.
 std::optional<Magnitude> tensor_magnitude(std::span<const float> values, std::size_t rows);
 
 }  // namespace dynaquant

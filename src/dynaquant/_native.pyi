@@ -6,6 +6,8 @@ from numpy.typing import NDArray
 LEVEL_PRUNED: int
 LEVEL_PROTECTED: int
 UNDECIDED: int
+MOST_UNEVEN: float
+TYPICAL_SAMPLE: int
 
 def threads() -> int: ...
 def instructions() -> list[str]: ...

@@ -117,6 +117,67 @@ def test_ranks_that_hold_parts_of_a_tensor_find_what_one_process_finds(dimension
     assert found.mean_square == pytest.approx(expected.mean_square, rel=1e-9)
 
 
+def with_constants(*shape, constant=-1e4):
+    """Return values like the transitions of a conditional random field, of which huge constants forbid some."""
+    values = normal(*shape)
+    values[shape[0] // 2], values[:, -1] = constant, constant
+    return values
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (300, 200), (16, 8, 3, 3)])
+@pytest.mark.parametrize("constant", [-1e4, 1e6, -1e2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_matrix_with_huge_constants_in_every_row_and_column_is_left_out(shape, constant, dtype):
+    if constant == -1e2 and shape != (8, 8):
+        constant = -1e3  # one in hundreds has to be larger to count
+    values = {"w": with_constants(*shape, constant=constant).to(dtype), "other": normal(*shape).to(dtype)}
+    uneven = []
+    assert list(magnitudes(values, uneven=uneven)) == ["other"]
+    assert uneven == ["w"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["heavy tails", "zeros", "tiny rows", "tiny columns", "one dimension", "one row"])
+def test_a_matrix_of_uneven_values_that_a_grid_can_hold_is_not_left_out(kind, dtype):
+    values = normal(200, 120)
+    if kind == "heavy tails":
+        values = values.exp() * normal(200, 120).sign()
+    elif kind == "zeros":
+        values *= torch.rand(200, 120) < 0.02
+    elif kind == "tiny rows":
+        values[:150] *= 1e-4
+    elif kind == "tiny columns":
+        values[:, ::2] *= 1e-4
+    elif kind == "one dimension":
+        values = with_constants(200, 120).view(-1)
+    else:
+        values[7] = -1e4
+    uneven = []
+    assert magnitudes({"w": values.to(dtype)}, uneven=uneven)
+    assert not uneven
+
+
+def test_ranks_agree_that_a_matrix_is_uneven():
+    whole = with_constants(48, 24)
+    held = [Shard(whole.shape, (((16 * i, 16 * i + 16),), ((0, 24),))) for i in range(3)]
+
+    def work(rank, reduce):
+        uneven = []
+        found = magnitudes(
+            {"w": whole[16 * rank : 16 * rank + 16]}, Shards({"w": held[rank]}, reduce=reduce), None, uneven
+        )
+        return found, uneven
+
+    found, _ = on_ranks(3, work)
+    assert found == [({}, ["w"])] * 3
+
+
+def test_a_matrix_with_huge_constants_is_stored_exactly_and_a_note_says_so():
+    ready = grid_weights({"w": with_constants(8, 8)}, {"w": 1.0}, {}, 0)
+    assert not ready.weights
+    assert ready.notes == ["w: most values are tiny beside some in every row and column, stored exactly"]
+
+
 @pytest.mark.parametrize("kind", ["rows", "columns", "one value"])
 def test_no_scale_rounds_what_was_learned_to_zero(kind):
     """A metric that feels nothing lets the scale grow without end."""

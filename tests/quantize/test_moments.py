@@ -135,3 +135,22 @@ def test_quantizing_moments_does_not_change_the_state():
     assert bits(tensors) == before
     assert isinstance(quantize_momentum(tensors["s.exp_avg"], 0.5).codebook, Grid)
     assert bits(tensors) == before
+
+
+@pytest.mark.parametrize("shape", [(30, 40), (300, 400)])
+@pytest.mark.parametrize(
+    ("key", "beside", "lasts"),
+    [("sum", None, True), ("square_avg", "acc_delta", True), ("square_avg", None, False), ("exp_avg_sq", None, False)],
+)
+def test_second_moments_whose_errors_last_are_finer(shape, key, beside, lasts):
+    """Adagrad adds up for ever, and Adadelta feeds its updates back; RMSprop and Adam forget an error."""
+    second = torch.randn(shape).exp()
+    tensors = {f"o.state.w.{key}": second} | ({f"o.state.w.{beside}": second.clone()} if beside else {})
+    labels = {name: Label("exact" if beside and name.endswith(beside) else "second_moment") for name in tensors}
+    for tolerance in (0.2, 0.05, 0.02):
+        found = quantize_moments(tensors, labels, 0.5, tolerance).get(f"o.state.w.{key}")
+        if found is None:  # no grid is so fine
+            assert tolerance == 0.02
+            continue
+        change = ((second / values_of(found)).sqrt() - 1).square().mean().sqrt()
+        assert change <= max(0.3 * tolerance, 0.045) if lasts else change > 0.4 * tolerance

@@ -89,8 +89,8 @@ def choose_rungs(
 class GridWeights:
     """The weights of a checkpoint, prepared to be quantized at any scale. All mappings are by name.
 
-    Tensors that must be stored exactly are left out: empty ones, constant ones, and those with infinities or NaNs.
-    ``notes`` has a line for each tensor with infinities or NaNs.
+    Tensors that must be stored exactly are left out: empty and constant ones, those with infinities or NaNs, and uneven
+    matrices (``magnitudes``). ``notes`` has a line for each tensor of the last two kinds.
 
     weights: what this rank holds of them. sizes: the number of elements of each, on all ranks together. mean_squares:
     F of each, from ``effective_mean_squares``. squares: the sum of squares of each, without outliers. largest_steps:
@@ -179,8 +179,10 @@ def grid_weights(
     others if no F is known (``VECTOR_SENSITIVITY``).
     """
     nonfinite: dict[str, int] = {}
-    found = magnitudes(weights, shards, nonfinite)
+    uneven: list[str] = []
+    found = magnitudes(weights, shards, nonfinite, uneven)
     notes = [f"{name}: {count} infinite or NaN values, stored exactly" for name, count in nonfinite.items()]
+    notes += [f"{name}: most values are tiny beside some in every row and column, stored exactly" for name in uneven]
     usable = LazyMapping(found, weights.__getitem__) if on_access else {name: weights[name] for name in found}
     sizes = {name: shards.size(name, usable[name]) for name in found}
     squares = {name: sizes[name] * magnitude.mean_square for name, magnitude in found.items()}

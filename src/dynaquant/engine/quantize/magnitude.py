@@ -47,13 +47,17 @@ class Magnitude:
 
 
 def magnitudes(
-    tensors: Mapping[str, Tensor], shards: Shards = WHOLE, nonfinite: dict[str, int] | None = None
+    tensors: Mapping[str, Tensor],
+    shards: Shards = WHOLE,
+    nonfinite: dict[str, int] | None = None,
+    uneven: list[str] | None = None,
 ) -> dict[str, Magnitude]:
     """Return the magnitude of each tensor that a grid can hold, by name. Collective with shards.
 
-    Left out are empty and constant tensors, those with infinities or NaNs, and those of extreme values. tensors: of
-    ``QUANTIZABLE_DTYPES``; looked up again whenever they are needed. nonfinite: gets the number of infinite or NaN
-    values of each tensor that has any.
+    Left out are empty and constant tensors, those with infinities or NaNs, those of extreme values, and uneven
+    matrices: every row and every column has values many times as large as most. tensors: of ``QUANTIZABLE_DTYPES``;
+    looked up again whenever they are needed. nonfinite: gets the number of infinite or NaN values of each tensor that
+    has any. uneven: gets the names of uneven matrices.
     """
     plain = {}
     for name, tensor in tensors.items() if not shards.divided else ():
@@ -77,6 +81,14 @@ def magnitudes(
         sums = shards.sums({name: np.concatenate(axes).tolist() for name, axes in own.items()})
         own = {n: tuple(np.split(np.array(sums[n]), np.cumsum([len(a) for a in own[n]])[:-1])) for n in own}
     of_axes = {name: Magnitude(*_of_axes(*axes)) for name, axes in own.items()}
+    matrices = [name for name, axes in own.items() if len(axes) > 1]
+    roots = shards.sums({name: _fourth_roots(tensors[name], shards.size(name, tensors[name])) for name in matrices})
+    for name in matrices:
+        total, number = roots[name]
+        if of_axes[name].small > _native.MOST_UNEVEN * (total / max(number, 1)) ** 4:
+            del of_axes[name]
+            if uneven is not None:
+                uneven.append(name)
     together = {**plain, **of_axes}
     return {name: together[name] for name in tensors if name in together}
 
@@ -130,6 +142,18 @@ def _squares(matrix: Tensor, is_safe: bool) -> tuple[NDArray[np.float64], NDArra
         rows[begin : begin + step] = own
         columns += across
     return rows, columns
+
+
+def _fourth_roots(tensor: Tensor, size: int) -> list[float]:
+    """Return the sum of the fourth roots of a sample's magnitudes, without zeros, and their number.
+
+    size: elements of the whole tensor. The mean of the roots tells how large most values are, whatever a few are.
+    """
+    pace = max(size // _native.TYPICAL_SAMPLE, 1)
+    pace -= pace > 1 and pace % 2 == 0  # rows often have an even length: an even pace would stay in some columns
+    sizes = tensor.detach().reshape(-1)[::pace].cpu().double().abs()
+    sizes = sizes[sizes > 0]
+    return [float(sizes.sqrt().sqrt().sum()), float(len(sizes))]
 
 
 def _of_axes(*axes: NDArray[np.float64]) -> tuple[float, float]:

@@ -36,6 +36,14 @@ counts.
 
 ``momentum_buffer`` is not here: it is the update itself.
 """
+_NEVER_FORGETS = "sum"
+"""The key of Adagrad's second moment. The error of a restore lasts until the end; that of the next one adds to it."""
+_FED_BACK = {"square_avg": "acc_delta"}
+"""The key of Adadelta's second moment, and that of the mean of its past updates. An update is the root of the mean, by
+the root of the moment, so an error becomes part of all later updates."""
+LASTING_SHARE, FINEST_LASTING = 0.3, 0.045
+"""The tolerance of second moments whose errors last, as a share of that of others, and the finest that this may mean:
+docs/decisions.md, "How coarse may a second moment be?"."""
 
 
 def quantize_moments(
@@ -50,8 +58,9 @@ def quantize_moments(
     """Return the moments that can be quantized within the tolerances, by name. Store the others exactly.
 
     tensors, labels: of a whole state. first_tolerances: those of single first moments, by name, in place of
-    ``first_tolerance``. epsilons: the ε of the optimizer, as far as known, by the state of a parameter: the name of its
-    moments without their key. These moments stay exact:
+    ``first_tolerance``. second_tolerance: those of Adagrad and Adadelta get a smaller one. epsilons: the ε of the
+    optimizer, as far as known, by the state of a parameter: the name of its moments without their key. These moments
+    stay exact:
 
     - moments that are empty or not finite;
     - a first moment whose second moment stays exact, or lies on other ranks;
@@ -97,12 +106,14 @@ class _Moments:
 
     def second(self, name: str) -> Reduction[SecondMoment | None]:
         """Return a second moment, quantized, or None."""
-        tensor, epsilon = self.tensors[name], self._epsilon(name)
+        tensor, epsilon, tolerance = self.tensors[name], self._epsilon(name), self.second_tolerance
+        if self._error_lasts(name):
+            tolerance = min(tolerance, max(LASTING_SHARE * tolerance, FINEST_LASTING))
         if (values := self._small.get(name)) is not None:
-            return quantize_small_second_moment(values, tensor.shape, self.second_tolerance, epsilon)
+            return quantize_small_second_moment(values, tensor.shape, tolerance, epsilon)
         shard = self._shard(name)
         if (yield from _usable(self._extremes(name), shard, lowest=0.0)):
-            return (yield from quantize_second_moment(tensor, self.second_tolerance, shard, epsilon))
+            return (yield from quantize_second_moment(tensor, tolerance, shard, epsilon))
         return None
 
     def first(
@@ -140,6 +151,11 @@ class _Moments:
         if (yield from _usable(self._extremes(name), shard)):
             return (yield from quantize_momentum(self.tensors[name], tolerance, shard))
         return None
+
+    def _error_lasts(self, name: str) -> bool:
+        """Whether the optimizer does not forget the error of a second moment within some steps."""
+        state, _, key = name.rpartition(".")
+        return key == _NEVER_FORGETS or (key in _FED_BACK and f"{state}.{_FED_BACK[key]}" in self.tensors)
 
     def _shard(self, name: str) -> Shard:
         return self.shards.of(name, self.tensors[name])
