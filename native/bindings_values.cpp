@@ -71,6 +71,12 @@ std::pair<double, double> matrix_magnitude(const Array<const double>& row_sums,
     return pair_of(dynaquant::matrix_magnitude(view(row_sums), view(column_sums)));
 }
 
+bool is_uneven(const Array<const double>& counts, const Array<const double>& row_sums,
+               const Array<const double>& column_sums) {
+    const nb::gil_scoped_release release;
+    return dynaquant::is_uneven(view(counts), view(row_sums), view(column_sums));
+}
+
 std::pair<double, double> vector_magnitude(const Array<const double>& values) {
     const nb::gil_scoped_release release;
     return pair_of(dynaquant::vector_magnitude(view(values)));
@@ -200,6 +206,9 @@ void bind_values(nb::module_& m) {
           "Returns what matrix_magnitude or vector_magnitude does, of values row by row. None if all are the same or not\n"
           "finite, if their squares could overflow or vanish, or if a matrix is too uneven for a grid. ValueError: no values,\n"
           "or not so many rows.");
+    m.def("is_uneven", &is_uneven, "counts"_a.noconvert(), "row_sums"_a.noconvert(), "column_sums"_a.noconvert(),
+          "Returns whether a matrix is too uneven for a grid. counts: of a sample, by the exponent bits of its values as\n"
+          "float32. row_sums, column_sums: of all squares. ValueError: all are zero, or not one count for each exponent.");
     m.def("sums", &sums, "values"_a.noconvert(),
           "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
     m.def("divide_by_roots", &divide_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(), "out"_a.noconvert(),

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <stdexcept>
 #include <vector>
 
@@ -56,18 +58,27 @@ Magnitude magnitude_of(std::span<const Value> values) {
     return {sum / static_cast<double>(values.size()), deviation};
 }
 
-// Returns the size of most values that are not zero; 0 if all are.
-double typical_size(std::span<const float> values) {
-    std::size_t pace = std::max<std::size_t>(values.size() / typical_sample, 1);
+// Returns the mean squares of the rows that are not zero. sums: of their squares.
+std::vector<double> mean_squares(std::span<const double> sums, std::size_t length) {
+    std::vector<double> found;
+    for (const double sum : sums)
+        if (sum > 0.0) found.push_back(sum / static_cast<double>(length));
+    return found;
+}
+
+// Returns the share of mean squares whose root is at most a limit.
+double share_within(const std::vector<double>& squares, double limit) {
+    const auto within = [&](double square) { return square <= limit * limit; };
+    return static_cast<double>(std::count_if(squares.begin(), squares.end(), within)) / static_cast<double>(squares.size());
+}
+
+// Returns how many values of a sample have each exponent.
+std::array<double, exponents> count_exponents(std::span<const float> values) {
+    std::size_t pace = std::max<std::size_t>(values.size() / uneven_sample, 1);
     if (pace > 1 && pace % 2 == 0) --pace;  // rows often have an even length: an even pace would stay in some columns
-    double sum = 0.0;
-    std::size_t count = 0;
-    for (std::size_t i = 0; i < values.size(); i += pace) {
-        if (values[i] == 0.0f) continue;
-        sum += std::sqrt(std::sqrt(std::abs(static_cast<double>(values[i]))));
-        ++count;
-    }
-    return count == 0 ? 0.0 : std::pow(sum / static_cast<double>(count), 4);
+    std::array<double, exponents> counts{};
+    for (std::size_t i = 0; i < values.size(); i += pace) counts[std::bit_cast<std::uint32_t>(values[i]) >> 23 & 0xFF] += 1.0;
+    return counts;
 }
 
 }  // namespace
@@ -91,6 +102,36 @@ Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const dou
     return {std::min(means[0], means[1]), small};
 }
 
+bool is_uneven(std::span<const double> counts, std::span<const double> row_sums, std::span<const double> column_sums) {
+    if (counts.size() != exponents) throw std::invalid_argument("there must be a count for each exponent");
+    std::vector<double> rows = mean_squares(row_sums, column_sums.size());
+    std::vector<double> columns = mean_squares(column_sums, row_sums.size());
+    // Not Magnitude::small, which leaves out rows that are all but zero.
+    const double small = std::sqrt(std::min(quantile(rows, small_rows), quantile(columns, small_rows)));
+    const auto power = [](std::size_t exponent) { return std::exp2(static_cast<double>(exponent) - 127.0); };
+    double number = 0.0, roots = 0.0;
+    for (std::size_t e = 1; e < exponents; ++e) {  // zeros have the exponent 0
+        number += counts[e];
+        roots += counts[e] * std::pow(power(e), 0.25);
+    }
+    if (small > most_uneven * std::pow(roots / std::max(number, 1.0), 4)) return true;
+    double lower = 0.0;
+    for (std::size_t e = 1, empty = 0; e < exponents; ++e) {
+        if (counts[e] == 0.0) {
+            ++empty;
+            continue;
+        }
+        const double top = power(e - empty);  // of the lower group
+        if (empty >= widest_gap && small > most_uneven * top && number - lower >= upper_share * number) {
+            const double alone = 1.0 - (1.0 - share_within(rows, top)) * (1.0 - share_within(columns, top));
+            if (lower >= (lower_share + alone) * number) return true;
+        }
+        lower += counts[e];
+        empty = 0;
+    }
+    return false;
+}
+
 Magnitude vector_magnitude(std::span<const double> values) { return magnitude_of(values); }
 
 std::optional<Magnitude> tensor_magnitude(std::span<const float> values, std::size_t rows) {
@@ -102,7 +143,7 @@ std::optional<Magnitude> tensor_magnitude(std::span<const float> values, std::si
     std::vector<double> row_sums(rows), column_sums(columns);
     row_and_column_squares(values, row_sums, column_sums);
     const Magnitude magnitude = matrix_magnitude(row_sums, column_sums);
-    if (magnitude.small > most_uneven * typical_size(values)) return std::nullopt;
+    if (is_uneven(count_exponents(values), row_sums, column_sums)) return std::nullopt;
     return magnitude;
 }
 

@@ -27,12 +27,21 @@ Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const dou
 // Of a vector. Throws std::invalid_argument if its values are all the same.
 Magnitude vector_magnitude(std::span<const double> values);
 
-// A matrix is too uneven for a grid if Magnitude::small is more than this multiple of its typical size: every row and every
-// column has values so large that a grid for them would leave nothing of most others. The typical size is that of values
-// that are not zero: the fourth power of the mean of their fourth roots, which a few values of any size hardly move.
-inline constexpr double most_uneven = 8.0;
-// At most about so many values tell the typical size.
-inline constexpr std::size_t typical_sample = 1024;
+// Of a matrix: whether it is too uneven for a grid. Every row and every column has values so large that a grid for them
+// would leave nothing of many others, as a mask of -10000 among trained values does. counts: of a sample, by the exponent bits
+// of its values as float32. Throws std::invalid_argument if there is not one for each exponent, or if all sums are zero. Two
+// signs of it, where "small" is the root mean square of the smallest rows or columns, but for small_rows of them:
+// - small is more than most_uneven times the typical size: the fourth power of the mean of the fourth roots of all values but
+//   zeros, which a few values of any size hardly move;
+// - there are two groups of values, widest_gap octaves without any between the two, and small belongs to the upper one. The
+//   lower one has lower_share of the values, not counted those in rows and columns that have no others; the upper one has
+//   upper_share.
+bool is_uneven(std::span<const double> counts, std::span<const double> row_sums, std::span<const double> column_sums);
+inline constexpr std::size_t exponents = 256;
+inline constexpr double most_uneven = 8.0, lower_share = 0.1, upper_share = 0.02;
+inline constexpr std::size_t widest_gap = 8;
+// About so many values at most tell whether a matrix is uneven: every n-th.
+inline constexpr std::size_t uneven_sample = 1024;
 
 // Of a tensor, given row by row. None if its values are all the same or not finite, if their squares could overflow or
 // vanish, or if it is a matrix of values too uneven for a grid. values: not empty.

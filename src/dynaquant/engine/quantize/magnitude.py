@@ -55,9 +55,9 @@ def magnitudes(
     """Return the magnitude of each tensor that a grid can hold, by name. Collective with shards.
 
     Left out are empty and constant tensors, those with infinities or NaNs, those of extreme values, and uneven
-    matrices: every row and every column has values many times as large as most. tensors: of ``QUANTIZABLE_DTYPES``;
-    looked up again whenever they are needed. nonfinite: gets the number of infinite or NaN values of each tensor that
-    has any. uneven: gets the names of uneven matrices.
+    matrices: every row and every column has values many times as large as many others (``native/magnitudes.hpp``).
+    tensors: of ``QUANTIZABLE_DTYPES``; looked up again whenever they are needed. nonfinite: gets the number of infinite
+    or NaN values of each tensor that has any. uneven: gets the names of uneven matrices.
     """
     plain = {}
     for name, tensor in tensors.items() if not shards.divided else ():
@@ -82,10 +82,9 @@ def magnitudes(
         own = {n: tuple(np.split(np.array(sums[n]), np.cumsum([len(a) for a in own[n]])[:-1])) for n in own}
     of_axes = {name: Magnitude(*_of_axes(*axes)) for name, axes in own.items()}
     matrices = [name for name, axes in own.items() if len(axes) > 1]
-    roots = shards.sums({name: _fourth_roots(tensors[name], shards.size(name, tensors[name])) for name in matrices})
+    exponents = shards.sums({name: _exponents(tensors[name], shards.size(name, tensors[name])) for name in matrices})
     for name in matrices:
-        total, number = roots[name]
-        if of_axes[name].small > _native.MOST_UNEVEN * (total / max(number, 1)) ** 4:
+        if _native.is_uneven(np.array(exponents[name]), *own[name]):
             del of_axes[name]
             if uneven is not None:
                 uneven.append(name)
@@ -144,16 +143,12 @@ def _squares(matrix: Tensor, is_safe: bool) -> tuple[NDArray[np.float64], NDArra
     return rows, columns
 
 
-def _fourth_roots(tensor: Tensor, size: int) -> list[float]:
-    """Return the sum of the fourth roots of a sample's magnitudes, without zeros, and their number.
-
-    size: elements of the whole tensor. The mean of the roots tells how large most values are, whatever a few are.
-    """
-    pace = max(size // _native.TYPICAL_SAMPLE, 1)
+def _exponents(tensor: Tensor, size: int) -> list[float]:
+    """Return how many values of a sample have each exponent of float32. size: elements of the whole tensor."""
+    pace = max(size // _native.UNEVEN_SAMPLE, 1)
     pace -= pace > 1 and pace % 2 == 0  # rows often have an even length: an even pace would stay in some columns
-    sizes = tensor.detach().reshape(-1)[::pace].cpu().double().abs()
-    sizes = sizes[sizes > 0]
-    return [float(sizes.sqrt().sqrt().sum()), float(len(sizes))]
+    sample = tensor.detach().reshape(-1)[::pace].cpu().float().numpy()
+    return [float(count) for count in np.bincount(sample.view(np.uint32) >> 23 & 0xFF, minlength=256)]
 
 
 def _of_axes(*axes: NDArray[np.float64]) -> tuple[float, float]:
