@@ -121,10 +121,12 @@ bool is_uneven(std::span<const double> counts, std::span<const double> row_sums,
             ++empty;
             continue;
         }
-        const double top = power(e - empty);  // of the lower group
-        if (empty >= widest_gap && small > most_uneven * top && number - lower >= upper_share * number) {
+        const double upper = number - lower;
+        if (empty >= widest_gap && lower > 0.0 && upper >= upper_share * number) {
+            if (lower >= lower_share * number && counts[e] + (e + 1 < exponents ? counts[e + 1] : 0.0) == upper) return true;
+            const double top = power(e - empty);  // of the lower group
             const double alone = 1.0 - (1.0 - share_within(rows, top)) * (1.0 - share_within(columns, top));
-            if (lower >= (lower_share + alone) * number) return true;
+            if (small > most_uneven * top && lower >= (lower_share + alone) * number) return true;
         }
         lower += counts[e];
         empty = 0;

@@ -27,15 +27,15 @@ Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const dou
 // Of a vector. Throws std::invalid_argument if its values are all the same.
 Magnitude vector_magnitude(std::span<const double> values);
 
-// Of a matrix: whether it is too uneven for a grid. Every row and every column has values so large that a grid for them
-// would leave nothing of many others, as a mask of -10000 among trained values does. counts: of a sample, by the exponent bits
-// of its values as float32. Throws std::invalid_argument if there is not one for each exponent, or if all sums are zero. Two
-// signs of it, where "small" is the root mean square of the smallest rows or columns, but for small_rows of them:
+// Of a matrix: whether it is too uneven for a grid, as one with a mask of -10000 among trained values. counts: of a sample, by
+// the exponent bits of its values as float32. Throws std::invalid_argument if there is not one for each exponent, or if all
+// sums are zero. In the signs of it, "small" is the root mean square of the smallest rows or columns, but for small_rows:
 // - small is more than most_uneven times the typical size: the fourth power of the mean of the fourth roots of all values but
-//   zeros, which a few values of any size hardly move;
-// - there are two groups of values, widest_gap octaves without any between the two, and small belongs to the upper one. The
-//   lower one has lower_share of the values, not counted those in rows and columns that have no others; the upper one has
-//   upper_share.
+//   zeros, which a few values of any size hardly move. So a grid would leave nothing of most values;
+// - there are two groups of values, widest_gap octaves without any between the two. The lower one has lower_share of the
+//   values, the upper one upper_share. The upper one spans two octaves at most: trained values would come close to zero;
+// - there are such groups, small belongs to the upper one, and the lower one has lower_share without the values in rows and
+//   columns that have no others. So a grid would leave nothing of the lower one.
 bool is_uneven(std::span<const double> counts, std::span<const double> row_sums, std::span<const double> column_sums);
 inline constexpr std::size_t exponents = 256;
 inline constexpr double most_uneven = 8.0, lower_share = 0.1, upper_share = 0.02;

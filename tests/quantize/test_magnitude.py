@@ -159,6 +159,14 @@ def test_a_mask_among_trained_values_is_left_out(masked, dtype):
     assert uneven == ["w"]
 
 
+def test_a_mask_that_all_heads_share_is_left_out():
+    values = normal(4, 24, 24)
+    values[:, torch.ones(24, 24).triu(1).bool()] = -1e4
+    uneven = []
+    assert not magnitudes({"w": values}, uneven=uneven)
+    assert uneven == ["w"]
+
+
 def test_a_matrix_of_two_sizes_is_not_left_out_where_each_row_has_its_own():
     """As in a table of which training has seen some rows."""
     values = 1e-4 * normal(400, 30)

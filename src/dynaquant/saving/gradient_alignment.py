@@ -9,12 +9,13 @@ a million times too much (docs/decisions.md, "How far can the estimate be truste
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dynaquant.engine.quantize.magnitude import magnitudes
 from dynaquant.engine.shards import Shards
 from dynaquant.ranks.dtensors import local_of
 from dynaquant.saving.movement import sampled_values
@@ -35,15 +36,25 @@ def gradient_alignment(
 ) -> float:
     """Return by how much the limit of the estimate is multiplied, at most 1: ``Σ v·w² / Σ F·w²``, if that is small.
 
-    The sums are those of matrices with a second moment v in an optimizer, on samples; without any, 1. parameters: by
-    name. shards: of them. Collective if there are any.
+    The sums are those of matrices with a second moment v in an optimizer, on samples; without any, 1. Matrices that are
+    exact because they are uneven do not count: gradients are zero where a mask is -10000. parameters: by name. shards:
+    of them. Collective if there are any.
     """
     matrices = {name: each for name, each in parameters.items() if each.numel() > max(each.shape, default=0)}
     moments = {name: local_of(moment) for name, moment in second_moments(matrices, optimizers).items()}
     weights = {name: local_of(matrices[name]) for name in moments}
     own = {name: [0.0] * 4 for name in weights}  # a rank may hold nothing of a tensor
     own |= _sums(weights, {n: m for n, m in moments.items() if m.stride() == weights[n].stride()})
-    found = np.array(list(shards.sums(own).values())).reshape(-1, 4)
+    sums = shards.sums(own)
+    if (found := _aligned(sums.values())) < 1:
+        uneven: list[str] = []
+        magnitudes(weights, shards, uneven=uneven)
+        found = _aligned(each for name, each in sums.items() if name not in uneven)
+    return found
+
+
+def _aligned(sums: Iterable[Sequence[float]]) -> float:
+    found = np.array(list(sums)).reshape(-1, 4)
     together, squares, gradients, sizes = found[np.isfinite(found).all(1) & (found[:, 3] > 0)].T
     assumed = float((squares * gradients / sizes).sum())
     return min(1.0, float(together.sum()) / assumed / _ORDINARY) if 0 < assumed < math.inf else 1.0
