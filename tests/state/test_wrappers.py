@@ -179,6 +179,67 @@ def test_a_training_prepared_by_accelerate_is_saved_like_the_bare_one(tmp_path):
     assert bare is not model
 
 
+def test_a_training_prepared_by_fabric_is_saved_like_the_bare_one(tmp_path):
+    from lightning.fabric import Fabric
+    from lightning.fabric.wrappers import _FabricModule
+
+    def prepared(seed):
+        bare, model, optimizer = training(WRAPPERS["compile"], seed)
+        model, optimizer = Fabric(accelerator="cpu").setup(model, optimizer)
+        assert isinstance(model, _FabricModule)
+        return bare, model, optimizer
+
+    bare, model, optimizer = prepared(0)
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="high") as ckpt:
+        train(bare, optimizer, 3)
+        record = ckpt.save(3).result()
+    assert record.judged_by == "fisher distortion"
+    assert {"weight", "first_moment", "second_moment"} <= record.roles.keys()
+    assert not record.notes
+    for other, other_model, other_optimizer in (prepared(1), plainly(1)[:3]):
+        with dq.Checkpointer(tmp_path, other_model, other_optimizer) as ckpt:
+            assert ckpt.restore() == 3
+        assert plain(other) == {name: bits(tensor) for name, tensor in dq.load(tmp_path)["model"].items()}
+        assert other_optimizer.state[next(iter(other.parameters()))]["step"] == 3
+
+
+def test_an_optimizer_of_lightning_is_a_wrapper():
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    optimizer = torch.optim.AdamW([torch.ones(1)])
+    assert wrappers.bare(LightningOptimizer(optimizer)) is optimizer
+
+
+def test_a_note_says_that_a_state_dict_has_other_names_than_the_parameters(tmp_path, caplog):
+    class Outside(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, x):
+            return self.inside(x)
+
+        def state_dict(self, *args, **options):
+            return self.inside.state_dict(*args, **options)
+
+        def load_state_dict(self, state, **options):
+            return self.inside.load_state_dict(state, **options)
+
+    model = Outside(model_of())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        train(model, optimizer, 2)
+        record = ckpt.save(2).result()
+    (note,) = [note for note in record.notes if "other names" in note]
+    assert note.startswith(
+        "model.inside.0.weight and 6 other parameters train, but state_dict() gives them other names"
+    )
+    assert note in caplog.messages
+    bare = model.inside
+    with dq.Checkpointer(tmp_path / "bare", bare, torch.optim.AdamW(bare.parameters())) as ckpt:
+        assert not [note for note in ckpt.save(2).result().notes if "other names" in note]
+
+
 def test_a_subclass_of_accelerates_optimizer_is_a_wrapper_too():
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer

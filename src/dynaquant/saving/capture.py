@@ -28,7 +28,7 @@ from dynaquant.store.writing import Base
 from dynaquant.training.collect import collect
 from dynaquant.training.moment_uses import exact_optimizers
 from dynaquant.training.objects import PARAMETERS, models_of
-from dynaquant.training.supported import notes_on_inner_optimizers
+from dynaquant.training.supported import notes_on_inner_optimizers, notes_on_other_names
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,11 @@ def capture(
     tree = without_tensors(tree, omitted) if omitted else tree
     left_out = {*omitted, *rank_0_only, *(division.shards.held if division is not None else ())}
     differences = find_differences(tree, here, left_out, objects, differed, group)
-    notes = [*differences.note(label_of), *notes_on_inner_optimizers(objects)]
+    notes = [
+        *differences.note(label_of),
+        *notes_on_inner_optimizers(objects),
+        *notes_on_other_names(parameters, here, objects),
+    ]
     label_of = differences.exact(label_of)
     if differences.ranks:
         tree = with_ranks(tree, differences.ranks)

@@ -15,14 +15,18 @@ from dynaquant.state.subclasses import plain_state
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """Attributes in which ``torch.compile`` and PyTorch's activation checkpointing keep the wrapped module."""
+_OF_FABRIC = ("_forward_module", "_original_module")
+"""Attributes in which Fabric keeps what it calls, which may be wrapped once more, and the module that it was given."""
+_SHARE_STATE = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"})
+"""Packages whose wrappers of an optimizer are optimizers, too, with the groups and the state of the one inside."""
 
 
 def bare(thing: Any) -> Any:
     """Return the module or optimizer inside all wrappers; any other object unchanged.
 
-    Wrappers of modules are DistributedDataParallel, DataParallel, ``torch.compile`` and activation checkpointing. A
-    wrapper of an optimizer has the attribute ``optimizer`` and shares its groups and state, as Accelerate's does. An
-    optimizer that changes the steps of another one, such as Lookahead, is no wrapper.
+    Wrappers of modules are DistributedDataParallel, DataParallel, ``torch.compile``, activation checkpointing and
+    Fabric's. A wrapper of an optimizer has the attribute ``optimizer`` and shares its groups and state, as those of
+    Accelerate and Lightning do. An optimizer that changes the steps of another one, such as Lookahead, is no wrapper.
     """
     while (inner := _inside(thing)) is not None:
         thing = inner
@@ -32,7 +36,7 @@ def bare(thing: Any) -> Any:
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters as ``module.named_parameters`` does, with their names in the bare model."""
     own = module.named_parameters(remove_duplicate=remove_duplicate)
-    if not any(map(_attribute, module.modules())):  # there are no wrappers
+    if not any(map(_attributes, module.modules())):  # there are no wrappers
         yield from own
         return
     paths = bare_paths(module)
@@ -62,7 +66,7 @@ def bare_paths(module: nn.Module) -> dict[str, str]:
         if path:
             outer, _, name = path.rpartition(".")
             inside = paths[outer]
-            paths[path] = inside if _attribute(modules[outer]) == name else _joined(inside, name)
+            paths[path] = inside if name in _attributes(modules[outer]) else _joined(inside, name)
     return paths
 
 
@@ -127,14 +131,14 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = 
 def _inside(thing: Any) -> Any:
     """Return the object directly inside a wrapper; None if ``thing`` is not a wrapper."""
     if isinstance(thing, nn.Module):
-        name = _attribute(thing)
-        return None if name is None else thing._modules[name]
+        names = _attributes(thing)
+        return thing._modules[names[0]] if names else None
     try:
         inner = getattr(thing, "optimizer", None)
     except Exception:  # a dictionary whose keys are attributes may raise KeyError; then it is no wrapper
         return None
     packages = {kind.__module__.partition(".")[0] for kind in type(thing).__mro__}
-    if isinstance(thing, Optimizer) and "accelerate" not in packages:
+    if isinstance(thing, Optimizer) and packages.isdisjoint(_SHARE_STATE):
         return None  # its own step, and perhaps its own state, is not that of the optimizer inside
     if (
         isinstance(inner, Optimizer)
@@ -146,13 +150,18 @@ def _inside(thing: Any) -> Any:
     return None
 
 
-def _attribute(module: nn.Module) -> str | None:
-    """Return the attribute in which a wrapper keeps the wrapped module; None if there is more in it, or no wrapper."""
-    if isinstance(module, torch.jit.ScriptModule) or len(module._modules) != 1 or module._parameters or module._buffers:
-        return None
-    (name,) = module._modules
+def _attributes(module: nn.Module) -> tuple[str, ...]:
+    """Return the attributes in which a wrapper keeps the wrapped module; none if there is more in it, or no wrapper."""
+    names = tuple(module._modules)
+    if not 1 <= len(names) <= 2 or isinstance(module, torch.jit.ScriptModule) or module._parameters or module._buffers:
+        return ()
+    if names == _OF_FABRIC and type(module).__module__.endswith("fabric.wrappers"):
+        return names
+    if len(names) > 1:
+        return ()
+    (name,) = names
     wraps = name in _WRAPPED or (name == "module" and isinstance(module, DistributedDataParallel | DataParallel))
-    return name if wraps else None
+    return names if wraps else ()
 
 
 def _bare_name(name: str, paths: Mapping[str, str]) -> str:

@@ -31,9 +31,10 @@ _KNOWN: tuple[type[Optimizer], ...] = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.SGD,
+    torch.optim.SparseAdam,
     *((torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()),  # since PyTorch 2.9
 )
-"""Classes whose moments were measured (docs/results/optimizers.md)."""
+"""Classes whose moments were measured (docs/results/optimizers.md; SparseAdam: docs/decisions.md)."""
 _KNOWN_NAMES = frozenset(
     {
         "apex.optimizers.fused_adam.FusedAdam",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader
 
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
-from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, part_problem
+from dynaquant.ranks.dtensors import is_sharded, local_of, memory_of, named_shard, part_problem
 from dynaquant.ranks.group import Group
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
 from dynaquant.state.plain_objects import has_method, leaves, packages_of, taken_apart
 from dynaquant.state.subclasses import check_subclasses, is_wrapper
 from dynaquant.training.hooks import not_compiled
+from dynaquant.training.objects import models_of, parameters_of
 
 log = logging.getLogger("dynaquant")
 LOADER_ADVICE = (
@@ -241,3 +242,24 @@ def _refuse(where: str, thing: Any) -> None:
         for module, (problem, instead) in _UNSUPPORTED.items():
             if f"{kind.__module__}.".startswith(f"{module}."):
                 raise StateError(f"{where}: {kind.__qualname__} {problem}; {instead}")
+
+
+def notes_on_other_names(
+    parameters: Mapping[str, Iterable[Iterable[str]]], tensors: Mapping[str, Tensor], objects: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a note if the state of a model has its trained parameters under other names, so that they are exact.
+
+    parameters: names of those of every optimizer, by group. tensors: of the state, by name.
+    """
+    trained = {name for groups in parameters.values() for group in groups for name in group if name}
+    if trained <= tensors.keys():
+        return
+    own = parameters_of(models_of(objects))
+    names = {memory_of(tensor): name for name, tensor in tensors.items()}
+    missing = (name for name in trained - tensors.keys() if name in own and not is_wrapper(own[name]))
+    if other := sorted(name for name in missing if names.get(memory_of(own[name])) not in trained):
+        more = f" and {len(other) - 1} other parameters" if len(other) > 1 else ""
+        yield (
+            f"{other[0]}{more} train, but state_dict() gives them other names, so they are stored exactly: "
+            "give the module inside the wrapper, or let state_dict() have the names of named_parameters()"
+        )
