@@ -77,7 +77,7 @@ def note_on(sight: Sight, original: float, zeros: float, higher_is_better: bool,
         advice = "leave out higher_is_better" if higher_is_better else "give higher_is_better=True"
         said = (
             f"evaluate prefers a model whose weights are all zero: {zeros:.6g} instead of {original:.6g} for the "
-            f"weights in training. If a {better} number is better, {advice}"
+            f"weights in training. If a {better} number is better, {advice}; otherwise the model has overfitted"
         )
     if early or sight == "blind":
         said += ". It may also be too early in the training for this metric"
