@@ -111,8 +111,9 @@ bool is_uneven(std::span<const double> counts, std::span<const double> row_sums,
     const auto power = [](std::size_t exponent) { return std::exp2(static_cast<double>(exponent) - 127.0); };
     double number = 0.0, roots = 0.0;
     for (std::size_t e = 1; e < exponents; ++e) {  // zeros have the exponent 0
+        if (counts[e] == 0.0) continue;
         number += counts[e];
-        roots += counts[e] * std::pow(power(e), 0.25);
+        roots += counts[e] * std::exp2((static_cast<double>(e) - 127.0) / 4.0);
     }
     if (small > most_uneven * std::pow(roots / std::max(number, 1.0), 4)) return true;
     double lower = 0.0;
