@@ -152,12 +152,12 @@ def _inside(thing: Any) -> Any:
 
 def _attributes(module: nn.Module) -> tuple[str, ...]:
     """Return the attributes in which a wrapper keeps the wrapped module; none if there is more in it, or no wrapper."""
-    names = tuple(module._modules)
-    if not 1 <= len(names) <= 2 or isinstance(module, torch.jit.ScriptModule) or module._parameters or module._buffers:
+    if isinstance(module, torch.jit.ScriptModule) or module._parameters or module._buffers:
         return ()
+    names = tuple(module._modules)
     if names == _OF_FABRIC and type(module).__module__.endswith("fabric.wrappers"):
         return names
-    if len(names) > 1:
+    if len(names) != 1:
         return ()
     (name,) = names
     wraps = name in _WRAPPED or (name == "module" and isinstance(module, DistributedDataParallel | DataParallel))
