@@ -30,6 +30,7 @@ from dynaquant.interop.export import export
 from dynaquant.interop.targets import Target
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.record import record_of
+from dynaquant.state.of_ranks import ranks_in
 from dynaquant.store.run import Run
 from dynaquant.store.tags import tags_of
 
@@ -173,6 +174,19 @@ def test_ddp_resumes_exactly_after_a_kill(tmp_path):
     status, output = ranks(tmp_path / "b")
     assert status == 0, output
     assert result_of(output) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_training_of_two_ranks_goes_on_in_one_process(train, tmp_path):
+    settings = {"dynaquant": {}, "logging_steps": 5, "save_steps": 5, "eval_steps": 5}
+    on_two = {**settings, "folder": str(tmp_path), "ddp_backend": "gloo", "max_steps": 10}
+    status, output = launch(SCRIPT, 2, 300, json.dumps(on_two), modules=("dynaquant.integrations.transformers",))
+    assert status == 0, output
+    of_ranks = ranks_in(Run(run_of(tmp_path)).file(10).header.tree)
+    assert [name for each in of_ranks for name in each.objects if name == "trainer"] == []  # stored once
+    resumed = train(tmp_path, gradient_accumulation_steps=2, max_steps=20, **settings)
+    assert resumed.steps == list(range(11, 21)), resumed
+    assert [entry["step"] for entry in resumed.result["history"] if "loss" in entry] == [5, 10, 15, 20]
 
 
 @pytest.mark.slow
