@@ -527,6 +527,22 @@ def test_the_best_model_may_be_quantized_and_a_warning_says_so(tmp_path, caplog)
     trainer.train()
     assert hash_of(trainer.model) != hashes.of[10]
     assert "the best checkpoint, step 10, come back quantized" in caplog.text
+    assert "it was saved without an exact copy, with dynaquant={'exact': None} or from a sharded model" in caplog.text
+
+
+def test_going_back_to_an_older_best_checkpoint_says_that_its_exact_copy_was_deleted(tmp_path, caplog):
+    trainer_of(tmp_path, Scored, dynaquant={}, **BEST).train()
+    assert "quantized" not in caplog.text
+    again = trainer_of(tmp_path, Scored, dynaquant={}, **{**BEST, "max_steps": 5})
+    again.train(resume_from_checkpoint=5)
+    assert "the best checkpoint, step 5, come back quantized" in caplog.text
+    assert "its exact copy was deleted when a later step became the best" in caplog.text
+
+
+def test_a_best_checkpoint_whose_copy_a_later_save_has_deleted_says_so(tmp_path, caplog):
+    trainer_of(tmp_path, Scored, dynaquant={"keep": dq.Keep(lossless_copy=True)}, **BEST).train()
+    assert "step 10, come back quantized" in caplog.text
+    assert "dq.Keep(lossless_copy=True) keeps an exact copy of the newest checkpoint only" in caplog.text
 
 
 def test_the_best_checkpoint_survives_a_resume(tmp_path):

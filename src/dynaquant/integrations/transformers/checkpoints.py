@@ -29,8 +29,9 @@ from dynaquant.integrations.transformers.trainer_extra import NAME, TrainerExtra
 from dynaquant.saving.record import record_of
 from dynaquant.state.tree import dict_items
 from dynaquant.state.wrappers import named_parameters
+from dynaquant.store.container import CheckpointFile
 from dynaquant.store.pointers import RUN_FOLDER
-from dynaquant.store.run import Run
+from dynaquant.store.run import LOSSLESS_COPY, Run
 from dynaquant.store.tags import open_step_or_tag, set_tag
 from dynaquant.training import rng
 
@@ -170,10 +171,18 @@ class Checkpoints:
         if record_of(file).configuration is not None and run.lossless_copy(file) is None:
             log.warning(
                 "the weights of the best checkpoint, step %d, come back quantized, so their metric differs a little "
-                "from best_metric; dynaquant={'exact': 'best'}, the default, keeps them exactly, but not of a sharded "
-                "model",
+                "from best_metric: %s",
                 file.header.step,
+                self._why_quantized(file),
             )
+
+    def _why_quantized(self, file: CheckpointFile) -> str:
+        """Return why a checkpoint has no exact copy of its weights, in words."""
+        if file.header.record.get(LOSSLESS_COPY) is None:
+            return "it was saved without an exact copy, with dynaquant={'exact': None} or from a sharded model"
+        if (keep := self._options["keep"]) and keep.lossless_copy:
+            return "dq.Keep(lossless_copy=True) keeps an exact copy of the newest checkpoint only"
+        return "its exact copy was deleted when a later step became the best"
 
     def save(self) -> None:
         """Save, or ask the training loop to save at the end of the step if it is not the loop that calls this.
