@@ -560,6 +560,26 @@ def test_the_best_checkpoint_survives_a_resume(tmp_path):
     assert hash_of(trainer.model) == hash_of(stopped.model)
 
 
+class Rising(Scored):
+    """A training whose last checkpoint is the best."""
+
+    scores = (1.0, 2.0, 3.0, 4.0)
+
+
+def test_the_best_checkpoint_before_is_deleted_if_the_last_save_is_the_best(tmp_path, caplog):
+    trainer_of(tmp_path, Rising, dynaquant={}, save_total_limit=1, **BEST).train()
+    assert (steps_of(tmp_path), tags(tmp_path)) == ([20], {"best": 20})
+    assert [path.name[:18] for path in run_of(tmp_path).glob("exact-*")] == ["exact-000000000020"]
+    assert dq.load(run_of(tmp_path))["trainer"]["state"]["global_step"] == 20  # re-coded without step 15
+    assert "retention" not in caplog.text
+
+
+def test_a_training_that_saves_nothing_deletes_nothing(tmp_path):
+    trainer_of(tmp_path, Rising, **BEST).train()
+    trainer_of(tmp_path, Rising, save_total_limit=1, **BEST).train(resume_from_checkpoint=True)
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
+
+
 def test_the_tag_goes_back_with_the_training(tmp_path):
     trainer_of(tmp_path, Scored, **BEST).train()
     assert tags(tmp_path) == {"best": 10}
