@@ -163,6 +163,15 @@ def test_another_number_of_ranks_cannot_take_what_differs(saved_by_two):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_what_has_nothing_to_do_with_the_number_of_ranks_gets_no_advice_on_it(saved_by_two):
+    training = Apart(quality="lossless")
+    training.extras = {"another": [1], **training.extras}
+    with training.open(saved_by_two) as ckpt, pytest.raises(dq.StateError) as raised:
+        ckpt.restore(only="another")
+    assert "the checkpoint has no extra 'another'" in str(raised.value)
+    assert "differs between ranks" not in str(raised.value)
+
+
 def test_another_number_of_ranks_can_leave_out_what_differs(saved_by_two):
     training = Apart(quality="lossless")
     before = training.state()

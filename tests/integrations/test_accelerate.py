@@ -334,6 +334,32 @@ def test_folders_of_interrupted_saves_are_named(tmp_path):
         accelerator.save_state()
 
 
+def test_the_folder_of_a_run_is_named_as_one(tmp_path):
+    accelerator, _, ckpt = attached(tmp_path)
+    message = "run is a run, which holds many checkpoints; load_state takes a folder that save_state made"
+    with pytest.raises(ValueError, match=message):
+        accelerator.load_state(tmp_path / "run")
+    accelerator.save_state(tmp_path / "a")
+    ckpt.close()
+    other, _, _ = attached(tmp_path, "other")
+    with pytest.raises(ValueError, match=message):
+        other.load_state(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("before", "after"), [("stateful", "seedable"), ("seedable", "stateful")])
+def test_a_loader_that_is_stateful_no_longer_or_only_now_is_named(tmp_path, before, after):
+    accelerator = accelerator_of(tmp_path, before, automatic=False)
+    prepared(accelerator)
+    with attach(accelerator, tmp_path / "run", quality="lossless"):
+        accelerator.save_state(tmp_path / "a")
+    again = accelerator_of(tmp_path, after, automatic=False)
+    prepared(again)
+    attach(again, tmp_path / "run", quality="lossless")
+    with pytest.raises(dq.StateError, match="extra 'loader'") as raised:
+        again.load_state(tmp_path / "a")
+    assert any("use_stateful_dataloader" in note for note in raised.value.__notes__)
+
+
 def test_without_a_folder_the_last_one_that_verifies_is_loaded(tmp_path, caplog):
     accelerator, objects, ckpt = attached(tmp_path, automatic=True)
     weights = []

@@ -30,6 +30,7 @@ from dynaquant.interop.export import export
 from dynaquant.interop.targets import Target
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.record import record_of
+from dynaquant.state.of_ranks import ranks_in
 from dynaquant.store.run import Run
 from dynaquant.store.tags import tags_of
 
@@ -173,6 +174,19 @@ def test_ddp_resumes_exactly_after_a_kill(tmp_path):
     status, output = ranks(tmp_path / "b")
     assert status == 0, output
     assert result_of(output) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_training_of_two_ranks_goes_on_in_one_process(train, tmp_path):
+    settings = {"dynaquant": {}, "logging_steps": 5, "save_steps": 5, "eval_steps": 5}
+    on_two = {**settings, "folder": str(tmp_path), "ddp_backend": "gloo", "max_steps": 10}
+    status, output = launch(SCRIPT, 2, 300, json.dumps(on_two), modules=("dynaquant.integrations.transformers",))
+    assert status == 0, output
+    of_ranks = ranks_in(Run(run_of(tmp_path)).file(10).header.tree)
+    assert [name for each in of_ranks for name in each.objects if name == "trainer"] == []  # stored once
+    resumed = train(tmp_path, gradient_accumulation_steps=2, max_steps=20, **settings)
+    assert resumed.steps == list(range(11, 21)), resumed
+    assert [entry["step"] for entry in resumed.result["history"] if "loss" in entry] == [5, 10, 15, 20]
 
 
 @pytest.mark.slow
@@ -513,6 +527,22 @@ def test_the_best_model_may_be_quantized_and_a_warning_says_so(tmp_path, caplog)
     trainer.train()
     assert hash_of(trainer.model) != hashes.of[10]
     assert "the best checkpoint, step 10, come back quantized" in caplog.text
+    assert "it was saved without an exact copy, with dynaquant={'exact': None} or from a sharded model" in caplog.text
+
+
+def test_going_back_to_an_older_best_checkpoint_says_that_its_exact_copy_was_deleted(tmp_path, caplog):
+    trainer_of(tmp_path, Scored, dynaquant={}, **BEST).train()
+    assert "quantized" not in caplog.text
+    again = trainer_of(tmp_path, Scored, dynaquant={}, **{**BEST, "max_steps": 5})
+    again.train(resume_from_checkpoint=5)
+    assert "the best checkpoint, step 5, come back quantized" in caplog.text
+    assert "its exact copy was deleted when a later step became the best" in caplog.text
+
+
+def test_a_best_checkpoint_whose_copy_a_later_save_has_deleted_says_so(tmp_path, caplog):
+    trainer_of(tmp_path, Scored, dynaquant={"keep": dq.Keep(lossless_copy=True)}, **BEST).train()
+    assert "step 10, come back quantized" in caplog.text
+    assert "dq.Keep(lossless_copy=True) keeps an exact copy of the newest checkpoint only" in caplog.text
 
 
 def test_the_best_checkpoint_survives_a_resume(tmp_path):
@@ -528,6 +558,26 @@ def test_the_best_checkpoint_survives_a_resume(tmp_path):
     assert (steps_of(tmp_path), tags(tmp_path)) == ([10, 20], {"best": 10})
     assert trainer.state.best_model_checkpoint == str(run_of(tmp_path))
     assert hash_of(trainer.model) == hash_of(stopped.model)
+
+
+class Rising(Scored):
+    """A training whose last checkpoint is the best."""
+
+    scores = (1.0, 2.0, 3.0, 4.0)
+
+
+def test_the_best_checkpoint_before_is_deleted_if_the_last_save_is_the_best(tmp_path, caplog):
+    trainer_of(tmp_path, Rising, dynaquant={}, save_total_limit=1, **BEST).train()
+    assert (steps_of(tmp_path), tags(tmp_path)) == ([20], {"best": 20})
+    assert [path.name[:18] for path in run_of(tmp_path).glob("exact-*")] == ["exact-000000000020"]
+    assert dq.load(run_of(tmp_path))["trainer"]["state"]["global_step"] == 20  # re-coded without step 15
+    assert "retention" not in caplog.text
+
+
+def test_a_training_that_saves_nothing_deletes_nothing(tmp_path):
+    trainer_of(tmp_path, Rising, **BEST).train()
+    trainer_of(tmp_path, Rising, save_total_limit=1, **BEST).train(resume_from_checkpoint=True)
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
 
 
 def test_the_tag_goes_back_with_the_training(tmp_path):

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from dynaquant.checkpointer import Checkpointer
-from dynaquant.errors import CheckpointError, DynaquantError, MissingPackageError
+from dynaquant.errors import CheckpointError, DynaquantError, MissingPackageError, StateError
 from dynaquant.integrations.versions import check_version
 from dynaquant.options import split_values
+from dynaquant.state.tree import dict_items
 from dynaquant.state.wrappers import bare
 from dynaquant.store.atomic_files import atomic_folder
 from dynaquant.store.files import user_path
@@ -47,6 +48,8 @@ log = logging.getLogger("dynaquant")
 CHECKPOINTS = "checkpoints"
 """Where Accelerate's automatic names are, in ``project_dir``."""
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
+_LOADER = re.compile(r"loader(_[0-9]+)?")
+"""Names of the extras of stateful data loaders."""
 
 
 def attach(accelerator: Any, folder: str | os.PathLike[str], **options: Any) -> Checkpointer:
@@ -183,7 +186,8 @@ class _Attached:
         Folders with Accelerate's own files are left to Accelerate.
 
         Raises CheckpointError if the checkpoint is no longer in the run, or damaged; ValueError if it belongs to
-        another run, if the folder does not exist, or if there is none; StateError if the checkpoint does not fit.
+        another run, if the folder is a run or does not exist, or if there is none; StateError if the checkpoint does
+        not fit.
         """
         configuration = self._accelerator.project_configuration
         automatic = configuration.automatic_checkpoint_naming
@@ -204,6 +208,11 @@ class _Attached:
 
     def _load_foreign(self, folder: Path, *args: Any, **options: Any) -> None:
         if folder.is_dir() and not any(folder.glob(f"{RNG_STATE_NAME}_*.pkl")):
+            if folder.samefile(self._run.folder) or Run(folder).steps():
+                raise ValueError(
+                    f"{folder} is a run, which holds many checkpoints; load_state takes a folder that save_state made, "
+                    "which stands for one of them"
+                )
             raise CheckpointError(
                 f"{folder} has no {POINTER_FILE} and no checkpoint of Accelerate: the save into it was interrupted, or "
                 "its files were deleted; load another folder"
@@ -239,7 +248,17 @@ class _Attached:
             )
         for hook in list(self._accelerator._load_model_state_pre_hook.values()):
             hook([*self._accelerator._models], os.fspath(folder))
-        self.checkpointer.restore(pointer.step)
+        try:
+            self.checkpointer.restore(pointer.step)
+        except StateError as error:
+            now = sorted(name for name in self._extras() if _LOADER.fullmatch(name))
+            stored = sorted(key for key, _ in dict_items(pointer.file().header.tree) if _LOADER.fullmatch(key))
+            if now != stored:
+                error.add_note(
+                    "An extra 'loader' is the position of a prepared data loader: prepare as many as at the save, with "
+                    "the same DataLoaderConfiguration(use_stateful_dataloader=…)"
+                )
+            raise
 
     def _is_of_run(self, pointer: Pointer) -> bool:
         return pointer.run.samefile(self._run.folder)

@@ -232,9 +232,9 @@ class Restorer:
             )
             fit.problems.extend(self._changed_omitted(source, values, targets))
             fit.problems.extend(sharded.problems(self._selected))
-            own.fit_number_of_ranks(fit, self._selected, state, decoded_here)
+            advice = own.fit_number_of_ranks(fit, self._selected, state, decoded_here)
             if self.strict:
-                raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", own.advice + _ADVICE)
+                raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", advice + _ADVICE)
             rng_state = stored_rng_state(state, self.group.rank)
             if rng_state is not None and self._with_rng_state:
                 rng.check(rng_state)

@@ -44,13 +44,6 @@ class SeenByRank:
             raise TypeError(f"its tree names {min(missing)}, which is not there")
         self.left_out = {entry.name for entry in header.entries if is_of_a_rank(entry.name)} - needed
         """Stored names of the tensors that this rank does not need."""
-        self.advice = (
-            ""
-            if fits
-            else f"What differs between ranks can be restored on {len(self._ranks)} ranks; to restore it on any "
-            "number, make it the same on all ranks before a save, or give the extra load_state_of_ranks(states). "
-        )
-        """What to do if the number of ranks does not fit."""
 
     def tensors(self, decoded: Tensors) -> Tensors:
         """Return the tensors of this rank's state by name. decoded: by stored name."""
@@ -63,16 +56,18 @@ class SeenByRank:
 
     def fit_number_of_ranks(
         self, fit: FittingState, selected: Collection[str], state: Mapping[str, Any], decoded: Tensors
-    ) -> None:
+    ) -> str:
         """Correct a comparison with objects if the number of ranks has changed since the save.
 
         Extras that can divide their state get the states of all ranks. What differed between ranks is left out, as a
         problem. The running statistics of batch norms are estimates of the same, so those of rank 0 are taken.
 
-        selected: names of the objects to restore. state: what rank 0 held. decoded: by stored name.
+        selected: names of the objects to restore. state: what rank 0 held. decoded: by stored name. Returns what to do
+        about what is left out, in words; nothing if all fits.
         """
         if (before := number_of_ranks(state)) == self._size:
-            return
+            return ""
+        others = len(fit.problems)
         for name in selected:
             if name not in fit.states:
                 continue
@@ -80,6 +75,12 @@ class SeenByRank:
                 fit.states[name] = StatesOfRanks(self._states(name, decoded, before))
             else:
                 self._leave_out_undivided(name, fit, before)
+        if len(fit.problems) == others:
+            return ""
+        return (
+            f"What differs between ranks can be restored on {before} ranks; to restore it on any number, make it the "
+            "same on all ranks before a save, or give the extra load_state_of_ranks(states). "
+        )
 
     def _leave_out_undivided(self, name: str, fit: FittingState, before: int) -> None:
         """Leave out of an object what differed between the ranks. before: how many there were."""

@@ -29,8 +29,11 @@ from dynaquant.integrations.transformers.trainer_extra import NAME, TrainerExtra
 from dynaquant.saving.record import record_of
 from dynaquant.state.tree import dict_items
 from dynaquant.state.wrappers import named_parameters
+from dynaquant.store.commit import WritableRun
+from dynaquant.store.container import CheckpointFile
 from dynaquant.store.pointers import RUN_FOLDER
-from dynaquant.store.run import Run
+from dynaquant.store.retention import Retention, damaged_among_kept, prune, steps_to_delete
+from dynaquant.store.run import LOSSLESS_COPY, Run
 from dynaquant.store.tags import open_step_or_tag, set_tag
 from dynaquant.training import rng
 
@@ -65,7 +68,8 @@ class Checkpoints:
         self._best: int | None = None  # the step of a checkpoint that is to be tagged
         self._rng: dict[str, Any] | None = None
         self._save_requested = False
-        self._has_files = False  # whether this training has written framework_files
+        self._has_files = False  # whether this training has saved, and written framework_files
+        self._retention = Retention()
         self.is_measuring = False
         """Whether the metric is being evaluated. Its loss function must not log then."""
 
@@ -89,6 +93,7 @@ class Checkpoints:
         finally:
             self._checkpointer = None
         self._tag_best()
+        self._apply_retention()
         for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
             with suppress(OSError):  # JITCheckpointCallback leaves an empty folder
                 folder.rmdir()
@@ -170,10 +175,18 @@ class Checkpoints:
         if record_of(file).configuration is not None and run.lossless_copy(file) is None:
             log.warning(
                 "the weights of the best checkpoint, step %d, come back quantized, so their metric differs a little "
-                "from best_metric; dynaquant={'exact': 'best'}, the default, keeps them exactly, but not of a sharded "
-                "model",
+                "from best_metric: %s",
                 file.header.step,
+                self._why_quantized(file),
             )
+
+    def _why_quantized(self, file: CheckpointFile) -> str:
+        """Return why a checkpoint has no exact copy of its weights, in words."""
+        if file.header.record.get(LOSSLESS_COPY) is None:
+            return "it was saved without an exact copy, with dynaquant={'exact': None} or from a sharded model"
+        if (keep := self._options["keep"]) and keep.lossless_copy:
+            return "dq.Keep(lossless_copy=True) keeps an exact copy of the newest checkpoint only"
+        return "its exact copy was deleted when a later step became the best"
 
     def save(self) -> None:
         """Save, or ask the training loop to save at the end of the step if it is not the loop that calls this.
@@ -236,6 +249,8 @@ class Checkpoints:
         if callable(metric := options["evaluate"]):
             options["evaluate"] = without_traces(trainer, metric)
         limit = trainer.args.save_total_limit
+        keep = replace(options.pop("keep"), last=limit if limit and limit > 0 else None)
+        self._retention = Retention(keep, options.get("higher_is_better", False))
         self._checkpointer = Checkpointer(
             self._run,
             trainer.model_wrapped,
@@ -243,7 +258,7 @@ class Checkpoints:
             extras=extras,
             roles={**_roles(trainer), **(options.pop("roles", None) or {})},
             every=_steps_between_saves(trainer),
-            keep=replace(options.pop("keep"), last=limit if limit and limit > 0 else None),
+            keep=keep,
             **options,
         )
         return self._open.enter_context(self._checkpointer)
@@ -307,6 +322,25 @@ class Checkpoints:
         if self._trainer.is_world_process_zero():
             run = Run(self._run)
             set_tag(run, BEST, run.file(step), force=True)
+
+    def _apply_retention(self) -> None:
+        """Delete the best checkpoint before, with its exact copy, if the last save became the best.
+
+        Each save does so for those before it, but it cannot have the tag yet.
+        """
+        if not self._has_files or not self._trainer.is_world_process_zero():
+            return
+        run = WritableRun(self._run)
+        try:
+            with run.locked():  # which deletes exact copies
+                damaged = damaged_among_kept(run, self._retention) if steps_to_delete(run, self._retention) else ()
+                notes = prune(run, self._retention, damaged)
+        except (DynaquantError, OSError) as error:
+            notes = [str(error)]
+        for note in notes:
+            log.warning(
+                "%s: after the training, not all was deleted that retention does not keep: %s", run.folder, note
+            )
 
 
 class StepBoundaries(TrainerCallback):  # type: ignore[misc]  # Transformers is not type-checked

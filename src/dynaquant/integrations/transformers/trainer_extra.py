@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,14 @@ class TrainerExtra:
 
     Transformers does not keep the second, so a resumed training would log another loss, unless every save is a multiple
     of ``logging_steps``. The third is the last checkpoint of Transformers beside the run (``OrdinaryCheckpoint``).
+
+    All ranks hold the same state, so that it is stored once and can be restored on any number of ranks. Rank 0 decides
+    on the ``TrainerState``, as in Transformers: those of others differ, in the times of evaluations, for example.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._state: dict[str, Any] = {}
         self._losses: list[float] = []
         self._beside: str | None = None
         self._restored: dict[str, Any] | None = None
@@ -43,20 +48,23 @@ class TrainerExtra:
         exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         trainer.state.stateful_callbacks = transformers.TrainerState(stateful_callbacks=exportable).stateful_callbacks
         self._losses = trainer.accelerator.gather(trainer._tr_loss).flatten().tolist()
+        # Through JSON, as Transformers stores it: numbers of NumPy become plain, tuples become lists.
+        state = json.loads(json.dumps(asdict(trainer.state)))
         beside = ordinary_checkpoint(output_dir) if trainer.is_world_process_zero() else None
-        self._beside = broadcast_object_list([beside and beside.fingerprint])[0]  # of rank 0, so that no rank differs
+        self._state, self._beside = broadcast_object_list([state, beside and beside.fingerprint])
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        trainer = self._trainer
-        since = getattr(trainer, "_globalstep_last_logged", 0)  # not there before the first step
-        # Through JSON, as Transformers stores it: numbers of NumPy become plain, tuples become lists.
-        state = json.loads(json.dumps(asdict(trainer.state)))
-        return {"state": state, "unlogged": {"losses": self._losses, "since": since}, "beside": self._beside}
+        since = getattr(self._trainer, "_globalstep_last_logged", 0)  # not there before the first step
+        return {"state": self._state, "unlogged": {"losses": self._losses, "since": since}, "beside": self._beside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep a state for ``resume``. Transformers reads the ``TrainerState`` from a file, earlier."""
         self._restored = state["unlogged"]
+
+    def load_state_of_ranks(self, states: Sequence[dict[str, Any]]) -> None:
+        """Do the same on another number of ranks. Older checkpoints hold a ``TrainerState`` of each rank."""
+        self.load_state_dict(states[0])
 
     def resume(self) -> None:
         """Go on with the loss that was not logged, if one was restored. Its logged mean is over all ranks."""
