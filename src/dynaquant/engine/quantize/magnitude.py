@@ -82,7 +82,7 @@ def magnitudes(
         own = {n: tuple(np.split(np.array(sums[n]), np.cumsum([len(a) for a in own[n]])[:-1])) for n in own}
     of_axes = {name: Magnitude(*_of_axes(*axes)) for name, axes in own.items()}
     matrices = [name for name, axes in own.items() if len(axes) > 1]
-    exponents = shards.sums({name: _exponents(tensors[name], shards.size(name, tensors[name])) for name in matrices})
+    exponents = shards.sums({n: _exponents(t, shards.size(n, t)) for n in matrices for t in (tensors[n],)})
     for name in matrices:
         if _native.is_uneven(np.array(exponents[name]), *own[name]):
             del of_axes[name]
