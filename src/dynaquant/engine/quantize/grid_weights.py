@@ -170,7 +170,7 @@ def grid_weights(
     on_access: bool = False,
     vectors_count_more: bool = False,
 ) -> GridWeights:
-    """Read the weights a few times, to prepare for quantizing them with one or more configurations. Collective with shards.
+    """Read the weights a few times, to prepare for quantizing them with any configurations. Collective with shards.
 
     weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. mean_squares: mean squared
     gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
