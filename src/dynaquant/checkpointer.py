@@ -74,7 +74,8 @@ class Checkpointer:
       Accelerate, …).
     - ``extras``: other objects to save, by name: with ``state_dict()`` and ``load_state_dict()`` (schedulers, scalers,
       loaders, modules), ``torch.Generator``, ``numpy.random.Generator``, dictionaries, lists or dataclasses. Their
-      tensors are stored exactly. The global random number generators are always saved.
+      tensors are stored exactly, but for moments of optimizers and averages of weights. The global random number
+      generators are always saved.
     - ``evaluate``: a metric of the model, called with the bare model or the dictionary of models. It returns a number;
       ``LossOn(batches, loss_fn)`` makes such a function. Every save searches for the most compact configuration that is
       good enough by it. It runs under ``torch.no_grad()``, and does not affect training: parameters, buffers, training
