@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cpu.hpp"
-#include "magnitudes.hpp"
 #include "tables.hpp"
 #include "threads.hpp"
 
@@ -37,7 +36,6 @@ NB_MODULE(_native, m) {
     m.attr("LEVEL_PRUNED") = dynaquant::level_pruned;
     m.attr("LEVEL_PROTECTED") = dynaquant::level_protected;
     m.attr("UNDECIDED") = dynaquant::undecided;
-    m.attr("UNEVEN_SAMPLE") = dynaquant::uneven_sample;
     m.def("threads", &threads,
           "Returns how many threads a call may use, the calling thread included (docs/guide.md).\n"
           "ValueError: DYNAQUANT_THREADS is not a positive number.");

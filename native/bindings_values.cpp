@@ -209,6 +209,8 @@ void bind_values(nb::module_& m) {
     m.def("is_uneven", &is_uneven, "counts"_a.noconvert(), "row_sums"_a.noconvert(), "column_sums"_a.noconvert(),
           "Returns whether a matrix is too uneven for a grid. counts: of a sample, by the exponent bits of its values as\n"
           "float32. row_sums, column_sums: of all squares. ValueError: all are zero, or not one count for each exponent.");
+    m.def("uneven_pace", &dynaquant::uneven_pace, "size"_a,
+          "Returns the distance between two values of the sample that is_uneven takes of so many values.");
     m.def("sums", &sums, "values"_a.noconvert(),
           "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
     m.def("divide_by_roots", &divide_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(), "out"_a.noconvert(),

@@ -74,8 +74,7 @@ double share_within(const std::vector<double>& squares, double limit) {
 
 // Returns how many values of a sample have each exponent.
 std::array<double, exponents> count_exponents(std::span<const float> values) {
-    std::size_t pace = std::max<std::size_t>(values.size() / uneven_sample, 1);
-    if (pace > 1 && pace % 2 == 0) --pace;  // rows often have an even length: an even pace would stay in some columns
+    const std::size_t pace = uneven_pace(values.size());
     std::array<double, exponents> counts{};
     for (std::size_t i = 0; i < values.size(); i += pace) counts[std::bit_cast<std::uint32_t>(values[i]) >> 23 & 0xFF] += 1.0;
     return counts;
@@ -88,11 +87,8 @@ Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const dou
     const std::array axes{row_sums, column_sums};
     for (std::size_t axis = 0; axis < 2; ++axis) {
         const auto length = static_cast<double>(axes[1 - axis].size());
-        std::vector<double> squares, present;
-        for (const double sum : axes[axis]) {
-            squares.push_back(sum / length);
-            if (sum > 0.0) present.push_back(sum / length);
-        }
+        std::vector<double> squares, present = mean_squares(axes[axis], axes[1 - axis].size());
+        for (const double sum : axes[axis]) squares.push_back(sum / length);
         middles[axis] = quantile(present, 0.5);
         smallest[axis] = quantile(present, small_rows);
         means[axis] = limited_mean(squares, largest_share * largest_share * middles[axis]);
@@ -100,6 +96,11 @@ Magnitude matrix_magnitude(std::span<const double> row_sums, std::span<const dou
     const double small = std::max(std::sqrt(std::min(smallest[0], smallest[1])),
                                   smallest_share * std::sqrt(std::min(middles[0], middles[1])));
     return {std::min(means[0], means[1]), small};
+}
+
+std::size_t uneven_pace(std::size_t size) {
+    const std::size_t pace = std::max<std::size_t>(size / uneven_sample, 1);
+    return pace > 1 && pace % 2 == 0 ? pace - 1 : pace;  // rows often have an even length: it would stay in some columns
 }
 
 bool is_uneven(std::span<const double> counts, std::span<const double> row_sums, std::span<const double> column_sums) {

@@ -40,7 +40,8 @@ bool is_uneven(std::span<const double> counts, std::span<const double> row_sums,
 inline constexpr std::size_t exponents = 256;
 inline constexpr double most_uneven = 8.0, lower_share = 0.1, upper_share = 0.02;
 inline constexpr std::size_t widest_gap = 8;
-// About so many values at most tell whether a matrix is uneven: every n-th.
+// The sample has every so many values of a matrix with so many values: about uneven_sample.
+std::size_t uneven_pace(std::size_t size);
 inline constexpr std::size_t uneven_sample = 1024;
 
 // Of a tensor, given row by row. None if its values are all the same or not finite, if their squares could overflow or

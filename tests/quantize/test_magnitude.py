@@ -213,7 +213,7 @@ def test_ranks_agree_that_a_matrix_is_uneven():
 def test_a_matrix_with_huge_constants_is_stored_exactly_and_a_note_says_so():
     ready = grid_weights({"w": with_constants(8, 8)}, {"w": 1.0}, {}, 0)
     assert not ready.weights
-    assert ready.notes == ["w: many values are tiny beside some in every row and column, stored exactly"]
+    assert ready.notes == ["w: values far apart in size, as with a mask of constants, stored exactly"]
 
 
 @pytest.mark.parametrize("kind", ["rows", "columns", "one value"])

@@ -182,7 +182,7 @@ def grid_weights(
     uneven: list[str] = []
     found = magnitudes(weights, shards, nonfinite, uneven)
     notes = [f"{name}: {count} infinite or NaN values, stored exactly" for name, count in nonfinite.items()]
-    notes += [f"{name}: many values are tiny beside some in every row and column, stored exactly" for name in uneven]
+    notes += [f"{name}: values far apart in size, as with a mask of constants, stored exactly" for name in uneven]
     usable = LazyMapping(found, weights.__getitem__) if on_access else {name: weights[name] for name in found}
     sizes = {name: shards.size(name, usable[name]) for name in found}
     squares = {name: sizes[name] * magnitude.mean_square for name, magnitude in found.items()}

@@ -55,7 +55,7 @@ def magnitudes(
     """Return the magnitude of each tensor that a grid can hold, by name. Collective with shards.
 
     Left out are empty and constant tensors, those with infinities or NaNs, those of extreme values, and uneven
-    matrices: every row and every column has values many times as large as many others (``native/magnitudes.hpp``).
+    matrices: values far apart in size, as with a mask of -10000 among trained values (``native/magnitudes.hpp``).
     tensors: of ``QUANTIZABLE_DTYPES``; looked up again whenever they are needed. nonfinite: gets the number of infinite
     or NaN values of each tensor that has any. uneven: gets the names of uneven matrices.
     """
@@ -145,9 +145,7 @@ def _squares(matrix: Tensor, is_safe: bool) -> tuple[NDArray[np.float64], NDArra
 
 def _exponents(tensor: Tensor, size: int) -> list[float]:
     """Return how many values of a sample have each exponent of float32. size: elements of the whole tensor."""
-    pace = max(size // _native.UNEVEN_SAMPLE, 1)
-    pace -= pace > 1 and pace % 2 == 0  # rows often have an even length: an even pace would stay in some columns
-    sample = tensor.detach().reshape(-1)[::pace].cpu().float().numpy()
+    sample = tensor.detach().reshape(-1)[:: _native.uneven_pace(size)].cpu().float().numpy()
     return [float(count) for count in np.bincount(sample.view(np.uint32) >> 23 & 0xFF, minlength=256)]
 
 
