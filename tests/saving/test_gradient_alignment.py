@@ -60,6 +60,18 @@ def test_weights_of_features_in_other_units_are_not_aligned(units, aligned):
     assert found == (1.0 if aligned else pytest.approx(2 * together / assumed))
 
 
+def test_a_mask_among_trained_values_does_not_count():
+    torch.manual_seed(0)
+    masked, other = (nn.Parameter(torch.randn(16, 16)) for _ in range(2))
+    forbidden = torch.ones(16, 16).triu(1).bool()
+    masked.data[forbidden] = -1e4
+    optimizer = torch.optim.Adam([masked, other], lr=1e-3)
+    for _ in range(5):
+        masked.grad, other.grad = torch.randn(16, 16).masked_fill(forbidden, 0), torch.randn(16, 16)
+        optimizer.step()
+    assert gradient_alignment({"model.masked": masked, "model.other": other}, [optimizer], WHOLE) == 1.0
+
+
 def test_without_usable_second_moments_all_counts_as_aligned():
     model = nn.Linear(4, 4)
     parameters = {"model.weight": model.weight, "model.bias": model.bias}

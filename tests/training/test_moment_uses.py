@@ -333,3 +333,31 @@ def test_a_note_says_which_copies_of_weights_are_stored_exactly(tmp_path):
         assert any(note.startswith("optimizer.base_optimizer.state.0.exp_avg and 1 more") for note in notes)
         assert any("roles={'target.*': 'average'}" in note for note in notes) == (not roles)
         assert len(notes) == 2 - len(roles)  # what does not train takes no space
+
+
+def test_a_training_with_sparse_gradients_keeps_its_moments(tmp_path):
+    """A row is seen seldom, so it would take long to gather a first moment again."""
+
+    def training():
+        torch.manual_seed(0)
+        table = nn.Embedding(500, 16, sparse=True)
+        return table, torch.optim.SparseAdam(table.parameters(), lr=0.05)
+
+    def loss_after(table, optimizer, steps):
+        wanted = torch.linspace(-1, 1, 500)[:, None]
+        for step in steps:
+            rows = torch.randint(500, (32,), generator=torch.Generator().manual_seed(step))
+            (table(rows) - wanted[rows]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (table.weight - wanted).square().mean().item()
+
+    table, optimizer = training()
+    loss_after(table, optimizer, range(60))
+    with dq.Checkpointer(tmp_path, table, optimizer) as ckpt:
+        record = ckpt.save(60).result()
+    assert "first_moment" not in record.roles
+    undisturbed = loss_after(table, optimizer, range(60, 120))
+    with dq.Checkpointer(tmp_path, *(resumed := training())) as ckpt:
+        assert ckpt.restore() == 60
+    assert loss_after(*resumed, range(60, 120)) < 1.05 * undisturbed

@@ -31,10 +31,9 @@ _KNOWN: tuple[type[Optimizer], ...] = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.SGD,
-    torch.optim.SparseAdam,
     *((torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()),  # since PyTorch 2.9
 )
-"""Classes whose moments were measured (docs/results/optimizers.md; SparseAdam: docs/decisions.md)."""
+"""Classes whose moments were measured (docs/results/optimizers.md)."""
 _KNOWN_NAMES = frozenset(
     {
         "apex.optimizers.fused_adam.FusedAdam",
