@@ -2,6 +2,7 @@
 #include <array>
 #include <bit>
 
+#include "lane_orders.hpp"
 #include "level_steps.hpp"
 #include "tables.hpp"
 
@@ -11,28 +12,6 @@ namespace dynaquant::level_rans {
 namespace {
 
 constexpr unsigned lanes = 8;
-
-// For every set of lanes that need a word: the index of the word that each lane takes.
-constexpr auto word_of_lane = [] {
-    std::array<std::array<std::uint8_t, lanes>, 256> table{};
-    for (unsigned mask = 0; mask < 256; ++mask) {
-        std::uint8_t word = 0;
-        for (unsigned lane = 0; lane < lanes; ++lane)
-            if (mask >> lane & 1) table[mask][lane] = word++;
-    }
-    return table;
-}();
-
-// For every set of lanes that write a word: these lanes at the end, in their order.
-constexpr auto lane_of_word = [] {
-    std::array<std::array<std::uint8_t, lanes>, 256> table{};
-    for (unsigned mask = 0; mask < 256; ++mask) {
-        unsigned word = lanes - static_cast<unsigned>(std::popcount(mask));
-        for (std::uint8_t lane = 0; lane < lanes; ++lane)
-            if (mask >> lane & 1) table[mask][word++] = lane;
-    }
-    return table;
-}();
 
 using Eight = std::array<std::uint32_t, lanes>;
 

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "cpu.hpp"
+#include "lane_orders.hpp"
 
 namespace dynaquant::plane_rans {
 namespace {
@@ -50,17 +51,6 @@ std::uint16_t* encode_plain(States& states, const EncoderStep* steps, const std:
 }
 
 #ifdef DYNAQUANT_X86
-
-// For every set of lanes that need a word: the index of the word that each lane takes.
-constexpr auto word_of_lane = [] {
-    std::array<std::array<std::uint8_t, 8>, 256> table{};
-    for (unsigned mask = 0; mask < 256; ++mask) {
-        std::uint8_t word = 0;
-        for (unsigned lane = 0; lane < 8; ++lane)
-            if (mask >> lane & 1) table[mask][lane] = word++;
-    }
-    return table;
-}();
 
 // Returns slots[index[lane]] in every lane. Gather instructions do the same, but are slower on many processors.
 DYNAQUANT_AVX2 inline __m256i look_up(const Slot* slots, __m256i index) {
@@ -136,17 +126,6 @@ DYNAQUANT_AVX2 std::size_t decode_avx2(States& states, Words& words, const Slot*
     words.next = next;
     return i;
 }
-
-// For every set of lanes that write a word: these lanes at the end, in their order.
-constexpr auto lane_of_word = [] {
-    std::array<std::array<std::uint8_t, 8>, 256> table{};
-    for (unsigned mask = 0; mask < 256; ++mask) {
-        unsigned word = 8 - static_cast<unsigned>(std::popcount(mask));
-        for (std::uint8_t lane = 0; lane < 8; ++lane)
-            if (mask >> lane & 1) table[mask][word++] = lane;
-    }
-    return table;
-}();
 
 struct Steps {
     __m256i reciprocal, rest;
