@@ -13,16 +13,14 @@
 
 namespace {
 
-const std::vector<std::string> instruction_names = {"plain", "avx2", "avx512"};
-
 std::vector<std::string> instructions() {
     const auto most = static_cast<std::ptrdiff_t>(dynaquant::supported_instructions());
-    return {instruction_names.begin(), instruction_names.begin() + most + 1};
+    return {dynaquant::instruction_names.begin(), dynaquant::instruction_names.begin() + most + 1};
 }
 
 void limit_instructions(const std::string& most) {
-    for (std::size_t i = 0; i < instruction_names.size(); ++i)
-        if (instruction_names[i] == most)
+    for (std::size_t i = 0; i < dynaquant::instruction_names.size(); ++i)
+        if (dynaquant::instruction_names[i] == most)
             return dynaquant::limit_instructions(static_cast<dynaquant::Instructions>(i));
     throw std::invalid_argument("there are no instructions '" + most + "'");
 }

@@ -24,6 +24,8 @@ Instructions supported_instructions() {
         return wide ? Instructions::avx512 : Instructions::avx2;
     }();
     return most;
+#elif defined(DYNAQUANT_NEON)
+    return Instructions::neon;
 #else
     return Instructions::plain;
 #endif

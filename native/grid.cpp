@@ -18,7 +18,7 @@ namespace {
 constexpr std::size_t block_size = std::size_t{1} << 16;
 constexpr std::int32_t highest_level = 255, highest_multiple = 127;
 // Outputs of this many floats do not fit into the caches.
-constexpr std::size_t large = std::size_t{1} << 20;
+[[maybe_unused]] constexpr std::size_t large = std::size_t{1} << 20;
 // Roundings of this many values take longer than waking a thread.
 constexpr std::size_t worth_a_thread = std::size_t{1} << 18;
 // In grid steps. Values farther from zero count as this far: they are protected, and nothing overflows.

@@ -111,6 +111,8 @@ std::size_t decode_rows([[maybe_unused]] Decoding& block, [[maybe_unused]] unsig
 #ifdef DYNAQUANT_X86
     if (has_avx512() && states % 16 == 0) return decode_rows_avx512(block, states, levels, begin);
     if (has_avx2() && states % 8 == 0) return decode_rows_avx2(block, states, levels, begin);
+#elif defined(DYNAQUANT_NEON)
+    if (has_neon() && states % 8 == 0) return decode_rows_neon(block, states, levels, begin);
 #endif
     return begin;
 }
@@ -119,6 +121,8 @@ bool encode_rows([[maybe_unused]] Encoding& block, [[maybe_unused]] unsigned sta
 #ifdef DYNAQUANT_X86
     if (has_avx512() && states % 16 == 0) return encode_rows_avx512(block, states, levels), true;
     if (has_avx2() && states % 8 == 0) return encode_rows_avx2(block, states, levels), true;
+#elif defined(DYNAQUANT_NEON)
+    if (has_neon() && states % 8 == 0) return encode_rows_neon(block, states, levels), true;
 #endif
     return false;
 }

@@ -29,17 +29,16 @@ struct Encoding {
     const EncoderTable* table;
 };
 
-#ifdef DYNAQUANT_X86
-
 // Decode rows of levels from `begin` on, one level for each state, as long as all words that a row could take are
-// readable. Return how many levels are decoded then. states: a multiple of 8 for AVX2, of 16 for AVX-512.
+// readable. Return how many levels are decoded then. states: a multiple of 8; of 16 for AVX-512. Here and below, only
+// functions for this kind of processor are defined.
 std::size_t decode_rows_avx2(Decoding& block, unsigned states, std::span<std::uint8_t> levels, std::size_t begin);
 std::size_t decode_rows_avx512(Decoding& block, unsigned states, std::span<std::uint8_t> levels, std::size_t begin);
+std::size_t decode_rows_neon(Decoding& block, unsigned states, std::span<std::uint8_t> levels, std::size_t begin);
 
 // Encode rows of levels, the last one first. levels: a multiple of the number of states.
 void encode_rows_avx2(Encoding& block, unsigned states, std::span<const std::uint8_t> levels);
 void encode_rows_avx512(Encoding& block, unsigned states, std::span<const std::uint8_t> levels);
-
-#endif
+void encode_rows_neon(Encoding& block, unsigned states, std::span<const std::uint8_t> levels);
 
 }  // namespace dynaquant::level_rans

@@ -109,7 +109,7 @@ COUNTS = ((3, 3), (8, 16), (8, 17), (40, 64), (40, 65), (200, 256))
 )
 @pytest.mark.parametrize("kinds", [("skewed", "none"), ("two", "none"), ("random", "random"), ("skewed", "skewed")])
 def test_all_instructions_give_the_same_bytes_and_levels(size, kinds, counts):
-    symbols, sources = counts  # up to 16 parent levels, or with AVX-512 up to 64, are looked up in registers
+    symbols, sources = counts  # up to 16 parent levels, or with AVX-512 and NEON up to 64, are looked up in registers
     random = np.random.default_rng(size)
     levels = some(kinds[0], size, symbols, random)
     parent = NOTHING if kinds[1] == "none" else some(kinds[1], size, sources, random)
@@ -126,7 +126,7 @@ def test_all_instructions_give_the_same_bytes_and_levels(size, kinds, counts):
 
 
 def test_instructions_that_the_processor_lacks_are_refused():
-    for other in ("", "sse", *{"plain", "avx2", "avx512"} - set(INSTRUCTIONS)):
+    for other in ("", "sse", *{"plain", "avx2", "avx512", "neon"} - set(INSTRUCTIONS)):
         with pytest.raises(ValueError, match="instructions"):
             _native.limit_instructions(other)
 
