@@ -8,7 +8,7 @@ NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.
   tests/quantize/test_magnitude.py
 
 .PHONY: help demo test test-all test-torchtitan lint docs wheel sanitize native-variants has-clang no-clang \
-  fuzz run-fuzzers has-fuzzer no-fuzzer benchmark-setup bench clean force
+  native-arm run-arm has-arm no-arm fuzz run-fuzzers has-fuzzer no-fuzzer benchmark-setup bench clean force
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -76,6 +76,33 @@ has-clang:  # whether clang++ and libc++ are there
 
 no-clang:
 	@echo "WARNING: no clang++ with libc++ here, so the native core is not built with it" >&2
+
+HAS_ARM = $(shell command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null && echo yes)
+options-arm := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+
+# $(call build-check,NAME,OPTIONS): native/check in build/check-NAME.
+define build-check
+	$(BIN)/cmake -S . -B build/check-$(1) -G Ninja -DDYNAQUANT_CHECK=ON $(2) \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
+	$(BIN)/cmake --build build/check-$(1)
+endef
+
+native-arm:  ## check the coder of levels as code for ARM, in an emulator
+	@$(MAKE) --no-print-directory $(if $(HAS_ARM),run-arm,no-arm)
+
+run-arm: .venv/ready
+	$(call build-check,host)
+	$(call build-check,arm,$(options-arm))
+	build/check-host/check_levels > build/check-host/found
+	qemu-aarch64 build/check-arm/check_levels > build/check-arm/found
+	cmp build/check-host/found build/check-arm/found && cat build/check-arm/found
+	$(BIN)/python native/check/instructions.py build/check-arm/check_levels
+
+has-arm:  # whether a compiler for ARM and an emulator are there
+	@echo $(HAS_ARM)
+
+no-arm:
+	@echo "WARNING: no g++-aarch64-linux-gnu with qemu-user here, so no code for ARM is checked" >&2
 
 HAS_FUZZER = $(shell echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' \
   | clang++ -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null 2> /dev/null && echo yes)
