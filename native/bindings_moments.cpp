@@ -145,12 +145,12 @@ public:
 
     // None; the bins of rows and of columns; or a pace and the bins of levels.
     std::variant<nb::object, std::pair<Bins, Bins>, std::pair<int, Bins>> second(
-        const Array<const float>& values, double tolerance, float negligible, const Array<std::uint8_t>& rows,
-        const Array<std::uint8_t>& columns, const Array<std::uint8_t>& levels) const {
+        const Array<const float>& values, double tolerance, double of_rank_one, float negligible,
+        const Array<std::uint8_t>& rows, const Array<std::uint8_t>& columns, const Array<std::uint8_t>& levels) const {
         check_same_size(values.size(), levels.size());
         if (rows.size() != 0) check_same_size(values.size(), rows.size() * columns.size());
-        const auto found = dynaquant::small_second_moment(view(values), tolerance, negligible, view(positions_), paces_,
-                                                          view(rows), view(columns), view(levels));
+        const auto found = dynaquant::small_second_moment(view(values), tolerance, of_rank_one, negligible, view(positions_),
+                                                          paces_, view(rows), view(columns), view(levels));
         if (const auto* factors = std::get_if<dynaquant::RankOneBins>(&found))
             return std::pair{pair_of(factors->rows), pair_of(factors->columns)};
         if (const auto* grid = std::get_if<dynaquant::OnLogGrid>(&found)) return std::pair{grid->pace, pair_of(grid->bins)};
@@ -230,10 +230,11 @@ void bind_moments(nb::module_& m) {
                       const Array<const float>&>(),
              "positions"_a.noconvert(), "paces"_a, "rungs"_a.noconvert(), "inverses"_a.noconvert(),
              "positions: as for rank_one. paces: of the grids to try, coarsest first.")
-        .def("second", &SmallMoments::second, "values"_a.noconvert(), "tolerance"_a, "negligible"_a, "rows"_a.noconvert(),
-             "columns"_a.noconvert(), "levels"_a.noconvert(),
+        .def("second", &SmallMoments::second, "values"_a.noconvert(), "tolerance"_a, "of_rank_one"_a, "negligible"_a,
+             "rows"_a.noconvert(), "columns"_a.noconvert(), "levels"_a.noconvert(),
              "Fills rows and columns, and returns their bins; or fills levels, and returns their pace and bins; or\n"
-             "returns None: store it exactly. rows, columns: empty if it is no matrix.")
+             "returns None: store it exactly. of_rank_one: the tolerance of rows and columns, which are empty if it is no\n"
+             "matrix.")
         .def("first", &SmallMoments::first, "values"_a.noconvert(), "second"_a.noconvert(), "first_of_second"_a,
              "columns"_a.none().noconvert(), "first_of_columns"_a, "pace"_a, "tolerance"_a, "epsilon"_a,
              "zero"_a, "levels"_a.noconvert(),

@@ -86,8 +86,8 @@ std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std:
 
 }  // namespace
 
-SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, float negligible, Positions positions,
-                                     std::span<const int> paces, std::span<std::uint8_t> rows,
+SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, double of_rank_one, float negligible,
+                                     Positions positions, std::span<const int> paces, std::span<std::uint8_t> rows,
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels) {
     const Extremes found = extremes(values);
     if (!(found.lowest >= 0.0f && found.highest < infinity)) return {};
@@ -95,7 +95,7 @@ SecondMomentForm small_second_moment(std::span<const float> values, double toler
         std::vector<double> row_sums(rows.size()), column_sums(columns.size());
         row_and_column_sums(values, row_sums, column_sums);
         if (const auto bins = balanced_rank_one(values, row_sums, column_sums, negligible, positions, rows, columns))
-            if (is_good(root_changes(values, product_of(rows, columns, *bins), negligible), tolerance)) return *bins;
+            if (is_good(root_changes(values, product_of(rows, columns, *bins), negligible), of_rank_one)) return *bins;
     }
     const float smallest = smallest_from(values, smallest_power);
     const std::size_t width = rows.empty() ? 1 : columns.size();

@@ -107,6 +107,7 @@ class SmallMoments:
         self,
         values: NDArray[float32],
         tolerance: float,
+        of_rank_one: float,
         negligible: float,
         rows: NDArray[uint8],
         columns: NDArray[uint8],

@@ -67,7 +67,7 @@ def state_of(shape, seed=0, spread=1.5, noise=0.0, dtype=torch.float32):
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
-def on_shards(tensors, shards, first_tolerance=0.5, second_tolerance=0.3, firsts=None):
+def on_shards(tensors, shards, first_tolerance=0.5, second_tolerance=0.75, firsts=None):
     """Quantize the moments on ranks. shards: of every tensor, by rank. Return the local forms, and the reductions."""
     labels = labels_of(tensors)
 
@@ -99,7 +99,7 @@ def assert_as_in_one_process(tensors, shards, *tolerances):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("noise", "tolerances"), [(0.0, (0.5, 0.3)), (2.0, (0.2, 0.3)), (0.0, (0.9, 0.07))], ids=str)
+@pytest.mark.parametrize(("noise", "tolerances"), [(0.0, (0.5, 0.75)), (2.0, (0.2, 0.75)), (0.0, (0.9, 0.07))], ids=str)
 def test_ranks_store_what_one_process_stores(layout, shape, noise, tolerances):
     tensors = state_of(shape, noise=noise)
     shards = dict.fromkeys(tensors, shards_of(shape, layout))
@@ -107,7 +107,7 @@ def test_ranks_store_what_one_process_stores(layout, shape, noise, tolerances):
     assert isinstance(stored["s.exp_avg"], ScaledMoment)
     assert isinstance(stored["s.momentum_buffer"], QuantizedTensor)
     if len(shape) > 1 and min(shape) > 1:
-        assert isinstance(stored["s.exp_avg_sq"], RankOne) == (noise == 0 and tolerances[1] == 0.3)
+        assert isinstance(stored["s.exp_avg_sq"], RankOne) == (noise == 0 and tolerances[1] == 0.75)
 
 
 def test_one_of_the_shapes_is_larger_than_a_sample():

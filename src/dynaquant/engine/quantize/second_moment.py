@@ -37,6 +37,10 @@ FACTOR_TURNS = 16
 """Turns of rows or columns (``log_grid.Threshold``): a power of two."""
 SECOND_PACES = (4, 2, 1)
 """Rungs between the values of a second moment, coarsest first: 1, 1/2 and 1/4 octaves."""
+RANK_ONE_SHARE = 0.4
+"""The share of the tolerance that the error of rows × columns may be. This form shortens the updates of all values that
+are small for their row and column, and these move furthest. Rounding to powers errs either way, and slows training far
+less at the same error (docs/decisions.md, "How coarse may a second moment be?")."""
 
 
 def quantize_second_moment(
@@ -44,9 +48,10 @@ def quantize_second_moment(
 ) -> Reduction[QuantizedTensor | RankOne | None]:
     """Return the cheapest form that changes ``1 / sqrt(v)`` by at most ``tolerance``; None: store it exactly.
 
-    The change is the root mean square of ``sqrt(v / v̂) - 1`` over the elements of a sample that are not zero. v̂ is
-    the stored value of v. shard: what ``second`` is of the whole tensor. The form is that of the local tensor. epsilon:
-    of the optimizer. Elements whose v and v̂ are negligible beside it count as zero.
+    Rows × columns may only change it by ``RANK_ONE_SHARE`` of that. The change is the root mean square of
+    ``sqrt(v / v̂) - 1`` over the elements of a sample that are not zero. v̂ is the stored value of v. shard: what
+    ``second`` is of the whole tensor. The form is that of the local tensor. epsilon: of the optimizer. Elements whose v
+    and v̂ are negligible beside it count as zero.
     """
     negligible = epsilon.negligible
     if second.dtype == torch.float64 and (yield from total(_underflows(second, negligible)))[0]:
@@ -55,7 +60,7 @@ def quantize_second_moment(
     factors = yield from quantize_rank_one(second, values, shard, negligible)
     if factors is not None:
         change = _native.root_changes(values, sample_stored(factors, shard), negligible)
-        if (yield from _is_good(change, tolerance)):
+        if (yield from _is_good(change, RANK_ONE_SHARE * tolerance)):
             return factors
     extremes: Extremes | None = None
     for pace in SECOND_PACES:
