@@ -41,7 +41,7 @@ _NEVER_FORGETS = "sum"
 _FED_BACK = {"square_avg": "acc_delta"}
 """The key of Adadelta's second moment, and that of the mean of its past updates. An update is the root of the mean, by
 the root of the moment, so an error becomes part of all later updates."""
-LASTING_SHARE, FINEST_LASTING = 0.3, 0.045
+LASTING_SHARE, FINEST_LASTING = 0.15, 0.03
 """The tolerance of second moments whose errors last, as a share of that of others, and the finest that this may mean:
 docs/decisions.md, "How coarse may a second moment be?"."""
 
