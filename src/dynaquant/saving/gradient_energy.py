@@ -48,7 +48,7 @@ _SCALED = 100.0
 
 @dataclass(frozen=True)
 class GradientEnergy:
-    """The sum of the squares of the gradients of the largest tensors.
+    """The sum of the squares of the gradients of the largest matrices, or tensors if there are none.
 
     average: of the last steps that the optimizer averages. now: an upper bound for the present ones, which they have if
     they are noise. noisy: whether most of them is noise, as in training on batches; None if that is not known.
@@ -119,7 +119,9 @@ def gradient_energy(
     recorded: the mean square of one step for each parameter, as far as known. shards: of the parameters. Collective if
     there are any.
     """
-    largest = nlargest(_TENSORS, parameters, key=lambda name: parameters[name].numel())
+    # The first gradients of a bias can be a thousand times stronger than all later ones, as of a mean that is learned.
+    matrices = [name for name, each in parameters.items() if each.ndim > 1]
+    largest = nlargest(_TENSORS, matrices or parameters, key=lambda name: parameters[name].numel())
     samples = _samples({name: parameters[name] for name in largest}, optimizers)
     means = _on_host({name: sample.means for name, sample in samples.items()})
     betas = {name: sample.betas for name, sample in samples.items() if sample.betas is not None}
