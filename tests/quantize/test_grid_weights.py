@@ -140,6 +140,20 @@ def test_tensors_that_must_be_stored_exactly_are_left_out():
     assert list(ready.quantize(GridConfiguration(0))) == ["good"]
 
 
+@pytest.mark.parametrize("shape", [(50,), (50, 1), (1, 50)], ids=str)
+def test_a_vector_whose_values_no_level_can_hold_is_left_out(shape):
+    weights = {"matrix": torch.randn(20, 30), "offset": 1000 + torch.randn(shape), "bias": torch.randn(40)}
+    ready = grid_weights(weights, dict.fromkeys(weights, 1.0), {}, 0, step_limits=LOOSEST_LIMITS)
+    fine, coarse = GridConfiguration(-3 * SCALES_PER_OCTAVE), GridConfiguration(4 * SCALES_PER_OCTAVE)
+    assert set(ready.rungs(fine)) == set(ready.candidate(fine)) == set(ready.quantize(fine)) == {"matrix", "bias"}
+    assert set(ready.quantize(coarse)) == set(weights)
+
+
+def test_a_matrix_whose_values_no_level_can_hold_has_outliers():
+    ready = grid_weights({"w": torch.randn(20, 30)}, {"w": 1.0}, {}, 0)
+    assert len(ready.quantize(GridConfiguration(-9 * SCALES_PER_OCTAVE))["w"].protected) > 400
+
+
 def test_without_usable_weights_there_is_nothing_to_quantize():
     ready = grid_weights({"nan": torch.tensor([math.nan, 1.0])}, {"nan": 1.0}, {}, 0)
     assert ready.scale_exponent_for(0.01) == 0

@@ -68,8 +68,10 @@ class Displacement:
             return None
         kept, counted = 0.0, 0
         parts = {
-            name: _projection(self._weights[name], restored, candidate[name]) if restored is not None else (0.0, 0.0)
-            for name, restored in ((name, self._restored.get(name)) for name in self._names)
+            name: _projection(self._weights[name], self._restored[name], candidate[name])
+            if name in self._restored and name in candidate  # an exact tensor is in no candidate
+            else (0.0, 0.0)
+            for name in self._names
         }
         for name, (projection, squared_length) in self._shards.sums(parts).items():
             if 0 < squared_length < math.inf:

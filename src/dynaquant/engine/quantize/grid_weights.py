@@ -16,7 +16,7 @@ from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.engine.quantize.magnitude import magnitudes
 from dynaquant.engine.quantize.step_limits import BALANCED_LIMITS, StepLimits
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
+from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, MAX_BINS, RUNGS_PER_OCTAVE, rung_value
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 
 RUNG_HYSTERESIS = 0.8
@@ -96,7 +96,7 @@ class GridWeights:
     F of each, from ``effective_mean_squares``. squares: the sum of squares of each, without outliers. largest_steps:
     the largest grid step of each. previous_rungs: rungs of the previous checkpoint. seed: for stochastic rounding. With
     the same seed, only weights that have moved change their level. on_access: whether weights are quantized only when
-    they are written, one by one, so that they need not fit into memory.
+    they are written, one by one, so that they need not fit into memory. vectors: names of tensors of one row or column.
     """
 
     weights: Mapping[str, Tensor]
@@ -109,10 +109,23 @@ class GridWeights:
     notes: list[str]
     shards: Shards = WHOLE
     on_access: bool = False
+    vectors: Collection[str] = ()
 
     def rungs(self, configuration: GridConfiguration) -> dict[str, int]:
-        """Return the rung of each tensor's grid step."""
-        return choose_rungs(self.mean_squares, configuration.scale, self.previous_rungs, self.largest_steps)
+        """Return the rung of each tensor's grid step, but for vectors that this configuration stores exactly.
+
+        Most of their values are larger than any level. 16 bits may hold these less precisely than the loss needs, as a
+        bias of a thousand. Then no scale would be good enough for all tensors.
+        """
+        rungs = choose_rungs(self.mean_squares, configuration.scale, self.previous_rungs, self.largest_steps)
+        return {
+            name: rung
+            for name, rung in rungs.items()
+            if name not in self.vectors or self._root_mean_square(name) <= MAX_BINS / 2 * rung_value(rung)
+        }
+
+    def _root_mean_square(self, name: str) -> float:
+        return math.sqrt(self.squares[name] / self.sizes[name])
 
     def candidate(self, configuration: GridConfiguration) -> dict[str, RoundedToGrid]:
         """Return the weights as ``quantize`` would store them, to be scored; a pure function.
@@ -126,7 +139,7 @@ class GridWeights:
             read = partial(self.weights.__getitem__, name)
             return RoundedToGrid(read, rungs[name], seed, shards.get(name), keeps_levels)
 
-        return {name: rounded(name) for name in self.weights}
+        return {name: rounded(name) for name in rungs}
 
     def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
         """Return the quantized weights; a pure function. With ``on_access``, every look-up quantizes again."""
@@ -192,5 +205,15 @@ def grid_weights(
     vectors = {name for name in found if usable[name].ndim < 2} if vectors_count_more else ()
     known_or_assumed = effective_mean_squares(sizes, squares, mean_squares, vectors)
     return GridWeights(
-        usable, sizes, known_or_assumed, squares, largest_steps, previous, seed, notes, shards, on_access
+        usable,
+        sizes,
+        known_or_assumed,
+        squares,
+        largest_steps,
+        previous,
+        seed,
+        notes,
+        shards,
+        on_access,
+        [name for name in found if sizes[name] <= max(shards.of(name, usable[name]).shape, default=1)],
     )
