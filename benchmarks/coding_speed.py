@@ -355,7 +355,14 @@ def main() -> None:
     show(*tables, *bars, width=150)
     title, (one, _) = list(results.items())[-1]
     written = page(
-        "Speed of coding", "coding_speed", "bits per level against speed, by method", described, tables, bars, NOTES
+        "Speed of coding",
+        "coding_speed",
+        "coding_speed.py",
+        "bits per level against speed, by method",
+        described,
+        tables,
+        bars,
+        NOTES,
     )
     numbers = {"machine": described, "bars": bars, "results": by_cores(results)}
     publish(arguments.out, "coding_speed", numbers, lambda file: plot(title, one, file), written)

@@ -38,6 +38,7 @@ def by_cores(results: Mapping[str, tuple[Sequence[Any], Sequence[Any]]]) -> dict
 def page(
     heading: str,
     name: str,
+    script: str,
     picture: str,
     described: dict[str, str | int],
     tables: list[Table],
@@ -46,10 +47,10 @@ def page(
 ) -> str:
     """Return the page of a report in Markdown.
 
-    name: of the script. picture: what it shows. bars: what was to be reached, on one core with synthetic values.
+    name: of the page. script: the file that makes it. picture: what it shows. bars: what was to be reached, on one core with synthetic values.
     """
     parts = [
-        f"# {heading}\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/{name}.py\n```\n",
+        f"# {heading}\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/{script}\n```\n",
         sentence(described) + "\n",
         f"![{picture}]({name}.png)\n",
         *(shown.in_markdown() + "\n" for shown in tables),

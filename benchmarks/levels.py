@@ -127,7 +127,8 @@ NOTES = """\
 - *Bits* are those of a level, tables and states included. They are the same with all instructions, as are the bytes.
 - *Of a copy*: the time beside that of `numpy.copyto` of the levels, one byte each, in the same run.
 - Levels are decoded into memory that was used before.
-- *plain* is what processors without AVX2 and NEON use. Tensors of at most 131,072 levels have few states and use it everywhere.
+- *plain* is what processors without AVX2 and NEON use. Tensors of at most 131,072 levels have few states and use it
+  everywhere.
 """
 
 
