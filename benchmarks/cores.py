@@ -47,7 +47,8 @@ def page(
 ) -> str:
     """Return the page of a report in Markdown.
 
-    name: of the page. script: the file that makes it. picture: what it shows. bars: what was to be reached, on one core with synthetic values.
+    name: of the page. script: the file that makes it. picture: what it shows. bars: what was to be reached, on one core
+    with synthetic values.
     """
     parts = [
         f"# {heading}\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/{script}\n```\n",

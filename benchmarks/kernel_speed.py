@@ -355,7 +355,9 @@ def main() -> None:
 
     show(*tables, *bars, width=130)
     title, (one, _) = next(iter(results.items()))
-    written = page("Kernels", "kernels", "kernel_speed.py", "speed by method, for each task", described, tables, bars, NOTES)
+    written = page(
+        "Kernels", "kernels", "kernel_speed.py", "speed by method, for each task", described, tables, bars, NOTES
+    )
     numbers = {"machine": described, "bars": bars, "results": by_cores(results)}
     publish(arguments.out, "kernels", numbers, lambda file: plot(title, one, file), written)
 

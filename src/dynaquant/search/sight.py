@@ -70,7 +70,7 @@ def note_on(sight: Sight, original: float, zeros: float, higher_is_better: bool,
         said = (
             f"evaluate does not tell weights apart: it gives {original:.6g} for the weights in training, and also if "
             "all weights are zero. Let it score the model that it is given, not another one that it holds (a copy, a "
-            "traced or captured model, an average of weights)"
+            "traced or captured model, an average of weights), and not only frozen parts"
         )
     else:
         better = "lower" if higher_is_better else "higher"
