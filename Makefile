@@ -8,7 +8,7 @@ NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.
   tests/quantize/test_magnitude.py
 
 .PHONY: help demo test test-all test-torchtitan lint docs wheel sanitize native-variants has-clang no-clang \
-  native-arm run-arm has-arm no-arm fuzz run-fuzzers has-fuzzer no-fuzzer benchmark-setup bench clean force
+  native-arm arm-instructions run-arm has-arm no-arm fuzz run-fuzzers has-fuzzer no-fuzzer benchmark-setup bench clean force
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -96,6 +96,8 @@ run-arm: .venv/ready
 	build/check-host/check_levels > build/check-host/found
 	qemu-aarch64 build/check-arm/check_levels > build/check-arm/found
 	cmp build/check-host/found build/check-arm/found && cat build/check-arm/found
+
+arm-instructions: native-arm  ## count the instructions that it executes there
 	$(BIN)/python native/check/instructions.py build/check-arm/check_levels
 
 has-arm:  # whether a compiler for ARM and an emulator are there

@@ -1,6 +1,6 @@
 """Counts the instructions that an ARM processor executes to code a level, in an emulator.
 
-``make native-arm`` runs it: ``python native/check/instructions.py PROGRAM``. PROGRAM is ``levels.cpp`` for ARM. The
+``make arm-instructions`` runs it: ``python native/check/instructions.py PROGRAM``. PROGRAM is ``levels.cpp`` for ARM. The
 emulator logs each instruction of the coder. One turn more makes the difference, so what comes before does not count.
 """
 
