@@ -1,7 +1,7 @@
 """Counts the instructions that an ARM processor executes to code a level, in an emulator.
 
-``make arm-instructions`` runs it: ``python native/check/instructions.py PROGRAM``. PROGRAM is ``levels.cpp`` for ARM. The
-emulator logs each instruction of the coder. One turn more makes the difference, so what comes before does not count.
+``make arm-instructions`` runs it: ``python native/check/instructions.py PROGRAM``. PROGRAM is ``levels.cpp`` for ARM.
+The emulator logs each instruction of the coder. What one turn more makes counts, so nothing that comes before does.
 """
 
 import os
