@@ -17,8 +17,7 @@ from dynaquant.errors import EvaluateError
 from dynaquant.interop import inferred_roles
 from dynaquant.interop.whole_state import WholeState
 from dynaquant.saving.source import Source
-from dynaquant.search.evaluation import Evaluate, number_of
-from dynaquant.search.subject import ParameterValues
+from dynaquant.search.evaluation import Evaluate, ParameterValues, number_of
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import tensor_names_in
 from dynaquant.training.snapshot import Snapshot

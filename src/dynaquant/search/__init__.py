@@ -6,10 +6,8 @@
 - ``decision``: the result of a search, and the decision for a checkpoint.
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
 - ``search_log``: logs how long a search will take, and that it still goes on.
-- ``subject``: what a metric scores: something with weights, in whose place candidates are put.
 - ``live_model``: the model of a training as a subject: other weights for one evaluation, training as before.
-- ``evaluation``: the metric that a user gives; ``LossOn``, and ``OnBatches``.
-- ``batch_norm``: evaluates batch norms by the statistics of the batches.
+- ``evaluation``: the metric that a user gives, and what it scores; ``LossOn``, and ``OnBatches``.
 - ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``.
 - ``sight``: whether the metric sees the weights at all.
 - ``resolution``: whether the metric moves in steps that are too coarse for what a checkpoint may lose.

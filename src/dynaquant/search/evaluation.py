@@ -1,21 +1,52 @@
-"""The user's metric: a function of a model, also one that is the mean of numbers of batches, such as ``LossOn``."""
+"""The user's metric: a function of a model, also one that is the mean of numbers of batches, such as ``LossOn``.
+
+``LossOn`` evaluates batch norms by the statistics of the batches, as training does. Their running statistics belong to
+the weights in training. With quantized weights they are wrong, by more than the quantization itself (docs/decisions.md,
+"What is wrong with batch norm?"). Training does not use them, and brings them up to date within a few steps after a
+restore.
+"""
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from dynaquant.search.batch_norm import evaluation_mode, uses_batch_statistics
+from dynaquant.engine.kernels.reused import ReusedMemory
+from dynaquant.engine.quantize.candidate import CandidateWeights
 
 Evaluate = Callable[[Any], float]
 """The user's metric: takes a bare model, or a dictionary of several by name, and returns a number."""
+ParameterValues = Tensor | Callable[[], Tensor]
+"""Values for a parameter, or a function that returns them. Functions are called one at a time, to save memory."""
+
+
+class Subject(Protocol):
+    """What a metric scores: the model of a training, or a state that was read. Weights have the names of the state.
+
+    In its place candidates are put. A search knows no more of it.
+    """
+
+    def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> Mapping[str, ParameterValues]:
+        """Return the values of a candidate, for ``score``. reused: memory for one candidate after another."""
+
+    def score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
+        """Return the metric with other values for some weights. Names that the subject does not have are ignored.
+
+        Nothing has changed when this returns or raises. Raises ValueError if ``evaluate`` does not return a number, and
+        whatever it raises.
+        """
+
+    def uses_batch_statistics(self, evaluate: Evaluate) -> bool:
+        """Whether a metric evaluates batch norms by the statistics of its batches."""
 
 
 @runtime_checkable
@@ -78,7 +109,7 @@ class LossOn:
 
     def uses_batch_statistics(self, model: Any) -> bool:
         """Whether any batch norm of the model normalizes by the statistics of the batches here."""
-        return self._batch_statistics and uses_batch_statistics(_models(model))
+        return self._batch_statistics and any(map(_batch_norms, _models(model)))
 
     def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
         """Return the model's loss on each of these batches. batches: indices."""
@@ -88,17 +119,51 @@ class LossOn:
     def _loss(self, model: Any, batch: Any) -> float:
         models = _models(model)
         try:
-            with evaluation_mode(models, self._batch_statistics):
+            with _evaluation_mode(models, self._batch_statistics):
                 return number_of(self._loss_fn(model, batch), "the loss_fn of LossOn")
         except ValueError as error:  # a batch of one sample has no statistics; the last of a loader may be one
             if not self.uses_batch_statistics(model) or "more than 1 value per channel" not in str(error):
                 raise
-        with evaluation_mode(models, batch_statistics=False):
+        with _evaluation_mode(models, batch_statistics=False):
             return number_of(self._loss_fn(model, batch), "the loss_fn of LossOn")
 
 
 def _models(model: Any) -> list[nn.Module]:
     return list(model.values()) if isinstance(model, Mapping) else [model]
+
+
+@contextmanager
+def _evaluation_mode(models: Sequence[nn.Module], batch_statistics: bool) -> Iterator[None]:
+    """Put models into evaluation mode, and back into the mode of each layer at the end.
+
+    batch_statistics: whether batch norms normalize by the statistics of each batch. Their running statistics stay as
+    they are. Layers that a training keeps in evaluation mode use running statistics. So does ``SyncBatchNorm``, which
+    would communicate between ranks.
+    """
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    layers = [layer for model in models for layer in _batch_norms(model)] if batch_statistics else []
+    before = [(layer.momentum, layer.num_batches_tracked) for layer in layers]
+    try:
+        for model in models:
+            model.eval()
+        for layer in layers:
+            layer.training, layer.momentum, layer.num_batches_tracked = True, 0.0, None
+        yield
+    finally:
+        for layer, (momentum, tracked) in zip(layers, before, strict=True):
+            layer.momentum, layer.num_batches_tracked = momentum, tracked
+        for module, mode in modes:
+            module.training = mode
+
+
+def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms that normalize by the statistics of batches while the model trains."""
+    found = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
+    layers = [each for each in found if not isinstance(each, nn.SyncBatchNorm)]
+    if model.training:
+        return [each for each in layers if each.training]
+    # The whole model is in evaluation mode, e.g. after a validation. A layer whose weights train is trained.
+    return [each for each in layers if any(parameter.requires_grad for parameter in each.parameters())]
 
 
 def on_batches(evaluate: Evaluate) -> OnBatches | None:

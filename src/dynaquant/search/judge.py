@@ -15,10 +15,17 @@ from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.group import Group
 from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.distortion import distortion
-from dynaquant.search.evaluation import Evaluate, OnBatches, degradation, losses_on, mean_of_batches
+from dynaquant.search.evaluation import (
+    Evaluate,
+    OnBatches,
+    ParameterValues,
+    Subject,
+    degradation,
+    losses_on,
+    mean_of_batches,
+)
 from dynaquant.search.scores import MeasuredQuality
 from dynaquant.search.sequential_test import looks, verdict
-from dynaquant.search.subject import ParameterValues, Subject
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 """``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by F, the mean squared gradient.

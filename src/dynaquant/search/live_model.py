@@ -18,8 +18,7 @@ from dynaquant.engine.quantize.candidate import CandidateWeights
 from dynaquant.errors import EvaluateError
 from dynaquant.garbage import collection_resumed
 from dynaquant.ranks.dtensors import abandon_forward, is_sharded, local_of, memory_of
-from dynaquant.search.evaluation import Evaluate, number_of, uses_batch_statistics_of
-from dynaquant.search.subject import ParameterValues
+from dynaquant.search.evaluation import Evaluate, ParameterValues, number_of, uses_batch_statistics_of
 from dynaquant.state.subclasses import inner_tensors, is_packed, is_wrapper
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of

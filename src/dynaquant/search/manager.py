@@ -12,6 +12,7 @@ from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found, Search
 from dynaquant.search.displacement import Displacement
+from dynaquant.search.evaluation import ParameterValues
 from dynaquant.search.judge import DistortionJudge, Judge, PairedJudge
 from dynaquant.search.metric import OriginalScore, UserMetric
 from dynaquant.search.resolution import is_too_coarse
@@ -20,7 +21,6 @@ from dynaquant.search.search_log import bar_removed
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
 from dynaquant.search.stepped_search import Estimated, SteppedSearch
-from dynaquant.search.subject import ParameterValues
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 
 log = logging.getLogger("dynaquant")

@@ -15,13 +15,21 @@ from typing import Any, NamedTuple, TypeVar
 
 from dynaquant.errors import EvaluateError
 from dynaquant.ranks.group import Group
-from dynaquant.search.evaluation import Evaluate, LossOn, OnBatches, losses_on, mean_of_batches, on_batches
+from dynaquant.search.evaluation import (
+    Evaluate,
+    LossOn,
+    OnBatches,
+    ParameterValues,
+    Subject,
+    losses_on,
+    mean_of_batches,
+    on_batches,
+)
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge, PairedJudge
 from dynaquant.search.noise import DEVIATIONS, Noise, mean_of_scores
 from dynaquant.search.search_log import foretell
 from dynaquant.search.sequential_test import FIRST_LOOK, order_of
-from dynaquant.search.subject import ParameterValues, Subject
 from dynaquant.training import rng
 
 T = TypeVar("T")
