@@ -24,11 +24,10 @@ from dynaquant.methods.method import WeightsToPrepare
 from dynaquant.methods.named import METHODS
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
-from dynaquant.search.history import History
 from dynaquant.search.live_model import LiveModel
 from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.search.metric import UserMetric
-from dynaquant.search.search_memory import SearchMemory
+from dynaquant.search.search_memory import History, SearchMemory
 from dynaquant.state.roles import labels
 from dynaquant.store.run import Run
 

@@ -17,9 +17,9 @@ import dynaquant as dq
 from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration
 from dynaquant.methods.grid.method import BEYOND_ESTIMATE
 from dynaquant.saving.record import degradation_of
-from dynaquant.search.resolution import is_too_coarse, one_step_more, resolution_of
 from dynaquant.search.scores import Trial
 from dynaquant.search.search_memory import SearchMemory
+from dynaquant.search.stepped_search import is_too_coarse, one_step_more, resolution_of
 
 COARSE = "moves in steps"
 STEP = 0.05

@@ -15,12 +15,11 @@ from dynaquant.search.displacement import Displacement
 from dynaquant.search.evaluation import ParameterValues
 from dynaquant.search.judge import DistortionJudge, Judge, PairedJudge
 from dynaquant.search.metric import OriginalScore, UserMetric
-from dynaquant.search.resolution import is_too_coarse
-from dynaquant.search.resolution import note_on as note_on_resolution
 from dynaquant.search.search_log import bar_removed
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
-from dynaquant.search.stepped_search import Estimated, SteppedSearch
+from dynaquant.search.stepped_search import Estimated, SteppedSearch, is_too_coarse
+from dynaquant.search.stepped_search import note_on as note_on_resolution
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 
 log = logging.getLogger("dynaquant")

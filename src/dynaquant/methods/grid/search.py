@@ -9,8 +9,8 @@ from dynaquant.engine.quantize.grid_weights import GridWeights
 from dynaquant.engine.quantize.knobs import GridConfiguration, in_short
 from dynaquant.methods.grid.scale_search import LONGEST_MOVE, degradation_at_scale_1, first_exponent, scale_search
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found
-from dynaquant.search.history import REMEMBERED, History, LastScale
 from dynaquant.search.judge import DISTORTION_SCALE
+from dynaquant.search.search_memory import REMEMBERED, History, LastScale
 from dynaquant.search.trials import Trials
 
 MOST_DISTORTION = 0.1
