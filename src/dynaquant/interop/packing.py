@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,14 @@ class Packed:
     checkpoint: Checkpoint
     compressed: Compressed
 
+    def commit(self, run: WritableRun, base: Base | None) -> tuple[CheckpointFile, Base, Memory]:
+        """Add the checkpoint to a run. Returns its file, and base and memory for the next one.
+
+        base: it is conditioned on this one; None: it is a keyframe.
+        """
+        committed, own = run.commit(self.checkpoint, base)
+        return committed, own, self.compressed.with_last_weights(own.tensors).memory
+
 
 class Packer:
     """Makes checkpoints of states.
@@ -95,12 +103,14 @@ class Packer:
         memory: Memory | None = None,
         source: Source | None = None,
         interval: int | None = None,
+        on_access: bool = False,
     ) -> Packed:
-        """Return a state as a checkpoint. Its tensors are quantized on access, and not kept.
+        """Return a state as a checkpoint.
 
         memory: of the checkpoint before; None if there is none. source: of the state, with what else is known; None for
-        ``self.source(state)``. interval: steps of training since the last checkpoint, if known. Raises EvaluateError if
-        the metric fails on the original state.
+        ``self.source(state)``. interval: steps of training since the last checkpoint, if known. on_access: whether its
+        tensors are quantized on access, and not kept. A delta and what comes after it need all of them. Raises
+        EvaluateError if the metric fails on the original state.
         """
         memory = Memory() if memory is None else memory
         source = self.source(state) if source is None else source
@@ -126,7 +136,8 @@ class Packer:
         copy = found.assembled.lossless_copy if found.decision.configuration is not None else None
         if copy is not None:
             record[EXACT_WEIGHTS] = True
-        checkpoint = Checkpoint(step, state.tree, LazyMapping(labels, stored), labels, record, coder, copy)
+        lazy = LazyMapping(labels, stored)
+        checkpoint = Checkpoint(step, state.tree, lazy if on_access else dict(lazy), labels, record, coder, copy)
         return Packed(checkpoint, found)
 
     def _with_sensitivities(self, source: Source, subject: StateSubject, metric: Metric) -> Source:
@@ -151,32 +162,6 @@ class Packer:
         return replace(source, mean_squares=mean_squares)
 
 
-@dataclass
-class Series:
-    """Checkpoints of a series of states, each conditioned on the one before.
-
-    memory: of the last checkpoint. base: the next checkpoint is conditioned on it; None: that is a keyframe.
-    """
-
-    packer: Packer
-    memory: Memory = field(default_factory=Memory)
-    base: Base | None = None
-
-    def packed(self, state: WholeState, step: int, source: Source | None = None, interval: int | None = None) -> Packed:
-        """Return a state as the next checkpoint: see ``Packer.packed``. Its tensors are quantized now, and kept.
-
-        A delta and what comes after it need all of them.
-        """
-        found = self.packer.packed(state, step, self.memory, source, interval)
-        return replace(found, checkpoint=replace(found.checkpoint, tensors=dict(found.checkpoint.tensors)))
-
-    def commit(self, run: WritableRun, packed: Packed) -> CheckpointFile:
-        """Add the next checkpoint to a run. The series goes on from it; if this fails, it stays as it was."""
-        committed, self.base = run.commit(packed.checkpoint, self.base)
-        self.memory = packed.compressed.with_last_weights(self.base.tensors).memory
-        return committed
-
-
 def compress(source: Path, out: Path, packer: Packer, skip_objects: bool = False) -> Record:
     """Compress the file or folder of a model, or of a whole training state, into one file. Writes it atomically.
 
@@ -187,7 +172,7 @@ def compress(source: Path, out: Path, packer: Packer, skip_objects: bool = False
     if out.exists() and source.exists() and out.samefile(source):
         raise CheckpointError(f"{out} is the input file; give another name for the output")
     file = any_format.read(source, skip_objects)
-    return record_of(write_file(out, packer.packed(file, 0).checkpoint))
+    return record_of(write_file(out, packer.packed(file, 0, on_access=True).checkpoint))
 
 
 def step_of(path: Path) -> int | None:
@@ -233,7 +218,7 @@ def pack(
         there = {
             known.step for known in chain_lengths(run.summaries()[0])
         }  # a checkpoint without its parents is packed again
-        series, chain = Series(packer), 0
+        memory, base, chain = Memory(), None, 0
         for step, path in sorted(files.items()):
             if step in there:
                 yield None
@@ -241,7 +226,7 @@ def pack(
             file = any_format.read(path, skip_objects)
             state = replace(file, details={**file.details, "name": path.name})
             if chain == KEYFRAME_EVERY:
-                series.base, chain = None, 0
-            written = series.commit(run, series.packed(state, step))
+                base, chain = None, 0
+            written, base, memory = packer.packed(state, step, memory).commit(run, base)
             chain += 1
             yield record_of(written)

@@ -9,10 +9,11 @@ from typing import Any, BinaryIO, Unpack
 
 from dynaquant import _native
 from dynaquant.errors import CheckpointError
-from dynaquant.interop.packing import Metric, Packer, Series
+from dynaquant.interop.packing import Metric, Packer
 from dynaquant.interop.whole_state import WholeState
 from dynaquant.options import Deprecated, Quality, QualityName, options_of
 from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheckpoint
+from dynaquant.saving.memory import Memory
 from dynaquant.saving.record import Record, record_of
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.store.files import check_output, user_path
@@ -71,16 +72,17 @@ def save(
         check_output(out)
     else:
         _check_writable(path)
-    series = Series(Packer(chosen.quality, metric, higher_is_better))
+    packer = Packer(chosen.quality, metric, higher_is_better)
     before = None if parent is None else _opened_parent(parent, out)
+    memory, base = Memory(), None
     if before is not None:
-        series.base = Base.from_loaded(before.file.header, before.with_retries(before.stored))
-        series.memory = series.memory.following(before.file.header, series.base.tensors)
-    checkpoint = series.packed(WholeState("torch", *flatten_whole(state), {}), 0).checkpoint
+        base = Base.from_loaded(before.file.header, before.with_retries(before.stored))
+        memory = memory.following(before.file.header, base.tensors)
+    checkpoint = packer.packed(WholeState("torch", *flatten_whole(state), {}), 0, memory).checkpoint
     parent_file, threads = None if before is None else before.file, _native.threads()
     if out is not None:
-        return record_of(write_file(out, checkpoint, parent_file, series.base, threads))
-    written = write_in_memory(checkpoint, parent_file, series.base, threads)
+        return record_of(write_file(out, checkpoint, parent_file, base, threads))
+    written = write_in_memory(checkpoint, parent_file, base, threads)
     _write(path, written.read_all())  # type: ignore[arg-type]
     return record_of(written)
 

@@ -33,7 +33,7 @@ from dynaquant.integrations.lightning.paths import (
 from dynaquant.integrations.lightning.progress import Last, Progress, progress_at
 from dynaquant.integrations.lightning.training import Training
 from dynaquant.integrations.versions import check_version
-from dynaquant.interop.packing import Metric, Packer, Series
+from dynaquant.interop.packing import Metric, Packer
 from dynaquant.interop.whole_state import WholeState
 from dynaquant.options import Quality, QualityName, options_of
 from dynaquant.restore.dropped_moments import names_of_dropped
@@ -228,18 +228,18 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             now = progress_at(checkpoint, last, self._loaded, self._training)
         weights, averages = self._weights_and_averages(tree)
         packer = self._packer(_of_weights_in_training(metric) if metric is not None and averages else metric)
-        series = Series(packer, now.memory, base)
+        memory = now.memory
         if base is not None and not now.is_restored and base.parent.identity != last.identity:
-            series.memory = now.memory.following(run.file(base.parent.step).header, base.tensors)
+            memory = memory.following(run.file(base.parent.step).header, base.tensors)
         state = WholeState("torch", tree, tensors, {"name": place.name}, weights, averages)
         tag = _tag_of_best(checkpoint, place)
         source = self._source(packer, state, now, tag is not None and self._exact is not None)
-        packed = series.packed(state, free_step(run, checkpoint), source, now.steps.between)
+        packed = packer.packed(state, free_step(run, checkpoint), memory, source, now.steps.between)
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
-            committed = series.commit(run, packed)
+            committed, _, memory = packed.commit(run, base)
         # From here on the checkpoint is in the run, so the next save goes on from it, also if what follows fails.
-        self._last, self._loaded = Last(series.memory, now.steps, committed.header.identity), None
+        self._last, self._loaded = Last(memory, now.steps, committed.header.identity), None
         if tag is not None:
             set_tag(run, tag, committed, force=True)
         write_pointer(place, committed)
