@@ -6,7 +6,6 @@
 - ``torchfile.py``: reads and writes files of ``torch.save``
 - ``dcp_folder.py``: reads and writes folders of DCP
 - ``dcp_roles.py``: roles of tensors of which only names and values are known
-- ``dcp_results.py``: what the processes of a DCP save tell its coordinator, and the manifest made of that
 - ``dcp_writer.py``, ``dcp_reader.py``: storages with which DCP saves to runs and loads from them
 - ``dcp.py``: the names of these storages
 - ``folder.py``: reads a trainer's folder: weights, optimizer states, other files

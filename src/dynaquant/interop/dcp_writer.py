@@ -18,17 +18,25 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
-from dynaquant.interop.dcp_results import WrittenBox, plan_and_parts, tree_of
+from dynaquant.interop.dcp_folder import nested
 from dynaquant.interop.dcp_roles import dcp_source
 from dynaquant.options import Deprecated, Keep, Quality, QualityName, options_of
 from dynaquant.ranks.group import Group
@@ -38,9 +46,9 @@ from dynaquant.state.flatten import flatten
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header, Parent, Summary, is_step
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import box_name
+from dynaquant.store.layout import Layout, Place, Plan, box_name
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
-from dynaquant.store.writing import Base, Checkpoint, depends_on, planned, write_part
+from dynaquant.store.writing import Base, Checkpoint, WrittenPart, depends_on, planned, write_part
 
 log = logging.getLogger("dynaquant")
 CheckpointId = str | os.PathLike[str] | None
@@ -82,6 +90,26 @@ class _Last:
     def memories_for(self, commit: _Commit) -> Mapping[int, Memory]:
         """Return the memories of the last part that was committed."""
         return self.memories if self.address in commit.committed else self.before
+
+
+@dataclass(frozen=True)
+class _WrittenBox:
+    """What a process tells the coordinator of a box.
+
+    number: of its part. part: the same object for all boxes of a process, so it is sent once. at: place of the box in
+    the part. second: name of the tensor that must be decoded before.
+    """
+
+    number: int
+    part: WrittenPart
+    at: int
+    label: Label
+    second: str
+
+    @property
+    def size(self) -> int:
+        """The size of the box's stream in bytes."""
+        return int(self.part.sizes[self.at])
 
 
 class StorageWriter(_StorageWriter):
@@ -220,7 +248,7 @@ class StorageWriter(_StorageWriter):
         part, base = write_part(commit.folder, own, boxes, draft, base)
         self._last = _Last(part.file.address, base, memories, before)
         told = [
-            WrittenBox(commit.part, part, at, tensor.label, depends_on(boxes[tensor.name, box]))
+            _WrittenBox(commit.part, part, at, tensor.label, depends_on(boxes[tensor.name, box]))
             for at, (tensor, box) in enumerate(own)
         ]
         return [WriteResult(item.index, box.size, box) for item, box in zip(ordered, told, strict=True)]
@@ -231,10 +259,10 @@ class StorageWriter(_StorageWriter):
         assert commit is not None
         try:
             found = {result.index: result.storage_data for part in results for result in part}
-            boxes = {index: stored for index, stored in found.items() if isinstance(stored, WrittenBox)}
+            boxes = {index: stored for index, stored in found.items() if isinstance(stored, _WrittenBox)}
             plain = {index.fqn: value for index, value in found.items() if index not in boxes}
-            plan, written = plan_and_parts(metadata, boxes)
-            checkpoint = Checkpoint(commit.draft.step, tree_of(metadata, plain), {}, {}, {"format": "dcp"})
+            plan, written = _plan_and_parts(metadata, boxes)
+            checkpoint = Checkpoint(commit.draft.step, _tree_of(metadata, plain), {}, {}, {"format": "dcp"})
             file, _ = self._run.publish(commit.draft, checkpoint, plan=plan, parts=written)
             self._committed = file.header.summary
             self._warn(prune(self._run, self._retention))
@@ -283,7 +311,10 @@ def _shape_of(item: WriteItem) -> torch.Size:
 
 def _box_of(item: WriteItem) -> Box:
     assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
+    return _box(item.tensor_data.chunk)
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
@@ -313,3 +344,44 @@ def _one_box_of_each(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
             groups.append([])
         groups[number].append(item)
     return groups
+
+
+def _plan_and_parts(metadata: Metadata, boxes: Mapping[MetadataIndex, _WrittenBox]) -> tuple[Plan, list[WrittenPart]]:
+    """Return the plan by which the parts were written, and what they hold, in its order."""
+    layouts: dict[Layout, int] = {}
+    tensors = []
+    stored_at: dict[tuple[str, Box], _WrittenBox] = {}
+    parts: dict[int, WrittenPart] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        places = []
+        for chunk in entry.chunks:
+            stored = boxes[MetadataIndex(name, chunk.offsets)]
+            box = _box(chunk)
+            places.append(Place(stored.number, box))
+            stored_at[name, box], parts[stored.number] = stored, stored.part
+        layout = layouts.setdefault(tuple(places), len(layouts))
+        of_boxes = [stored_at[name, place.box] for place in places]
+        # An empty box, or one that is stored exactly, says nothing about the others.
+        second = max((stored.second for stored in of_boxes), default="")
+        label = max(of_boxes, key=lambda stored: stored.size).label
+        tensors.append(planned(name, label, dtype_name(entry.properties.dtype), entry.size, layout, second))
+    plan = Plan(tuple(tensors), tuple(layouts), len(parts))
+    written = []
+    for number in range(plan.parts):
+        part, order = parts[number], [stored_at[tensor.name, box].at for tensor, box in plan.boxes_of(number)]
+        written.append(WrittenPart(part.file, part.hashes[order], part.sizes[order], part.needs_parent[order]))
+    return plan, written
+
+
+def _tree_of(metadata: Metadata, plain: Mapping[str, Any]) -> Any:
+    """Return the tree of a state, from the names that DCP has given to its entries."""
+    flat: dict[str, Any] = {
+        name: plain[name] if isinstance(entry, BytesStorageMetadata) else torch.empty(0)
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    tree, tensors = flatten(nested(flat, metadata.planner_data or {}))
+    if others := tensors.keys() ^ (flat.keys() - plain.keys()):
+        raise StateError(f"{min(others)}: a value that is not a tensor must not hold tensors")
+    return tree
