@@ -19,7 +19,7 @@ from training import train
 import dynaquant as dq
 from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.quantize.step_limits import BALANCED_LIMITS
-from dynaquant.methods.grid.search import history_after
+from dynaquant.methods.grid.method import history_after
 from dynaquant.methods.method import WeightsToPrepare
 from dynaquant.methods.named import METHODS
 from dynaquant.ranks.group import Group

@@ -6,6 +6,7 @@ They hold a training that uses every feature of the format.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 import dynaquant as dq
 from dynaquant.engine.forms.external import External
 from dynaquant.engine.quantize.knobs import GridConfiguration
-from dynaquant.methods.published.method import PublishedMethod
+from dynaquant.methods.named import METHODS
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun
 
@@ -134,7 +135,8 @@ def make(folder):
     step = 0
     for manner in MANNERS:
         # The format lets either coder code centres. No method does so conditionally now, but older files have it.
-        PublishedMethod.coder = "rearranged" if manner is PUBLISHED else "conditional"
+        coder = "rearranged" if manner is PUBLISHED else "conditional"
+        METHODS["published"] = replace(METHODS["published"], coder=coder)
         roles = {"model.slow": "weight", "model.sparse": "weight", "model.spectrum": "omit"}
         roles |= {"model.field": dq.Bound(absolute=1e-2), "model.*_field": dq.Bound(relative=1e-3)}
         with dq.Checkpointer(

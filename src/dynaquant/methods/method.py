@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from dynaquant.engine.quantize.step_limits import StepLimits
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.group import Group
 from dynaquant.search.manager import PreparedWeights
-from dynaquant.training.gradients import Recorded, Scaling
+from dynaquant.training.gradients import Accumulate
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class WeightsToPrepare:
     """The weights of a checkpoint, and what is known of them. All mappings are by name.
 
     tensors: the values. shards: which part of each this rank holds. mean_squares: F, the mean squared gradient of each,
-    as far as known. gradients: what ``Method.accumulate`` has recorded. records_gradients: whether it records at all.
+    as far as known. gradients: what ``Method.accumulate`` has returned. records_gradients: whether it records at all.
     last: of the last checkpoint. restored_step: seed of stochastic rounding. step_limits: of the preset. displaced: how
     far each has moved since the training began. size_factor: bytes that deltas took lately, relative to predictions.
     on_access: whether tensors are read on access, and are to be quantized only when they are written.
@@ -45,12 +44,18 @@ class WeightsToPrepare:
     vectors_count_more: bool = False
 
 
-class Method(Protocol):
+@dataclass(frozen=True)
+class Method:
     """How weights are quantized and coded, and how a configuration is found.
 
     coder: of levels. quantizes_vectors, quantizes_moments: whether parameters of one dimension, and moments, are
-    quantized, too. supports_shards: whether ranks may hold parts of a state. uses_mean_squares: whether
-    ``prepare`` needs mean squared gradients. adds_up_steps: whether ``accumulate`` adds up all steps.
+    quantized, too. supports_shards: whether ranks may hold parts of a state. uses_mean_squares: whether ``prepare``
+    needs mean squared gradients.
+
+    accumulate: returns what to record of gradients; adds_up_steps: whether it adds up all steps. mean_square: returns
+    the mean squared gradient of a tensor, up to a factor, from what was recorded of it.
+
+    prepare: reads the weights, and returns what every configuration needs, and notes for the record. Collective.
     """
 
     coder: Coder
@@ -59,12 +64,6 @@ class Method(Protocol):
     supports_shards: bool
     uses_mean_squares: bool
     adds_up_steps: bool
-
-    def accumulate(self, gradients: Recorded, before: Recorded, scaling: Scaling) -> Recorded:
-        """Return what to record of parameters from now on. before: what was recorded so far."""
-
-    def mean_square(self, recorded: Tensor) -> float:
-        """Return the mean squared gradient, up to a factor, from what ``accumulate`` has recorded of a tensor."""
-
-    def prepare(self, weights: WeightsToPrepare, group: Group) -> tuple[PreparedWeights, Sequence[str]]:
-        """Read the weights, and return what every configuration needs, and notes for the record. Collective."""
+    accumulate: Accumulate
+    mean_square: Callable[[Tensor], float]
+    prepare: Callable[[WeightsToPrepare, Group], tuple[PreparedWeights, Sequence[str]]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dynaquant.engine.quantize.knobs import MethodName
-from dynaquant.methods.grid.method import GridMethod
+from dynaquant.methods.grid.method import GRID
 from dynaquant.methods.method import Method
-from dynaquant.methods.published.method import PublishedMethod
+from dynaquant.methods.published.method import PUBLISHED
 
-METHODS: dict[MethodName, Method] = {"grid": GridMethod(), "published": PublishedMethod()}
+METHODS: dict[MethodName, Method] = {"grid": GRID, "published": PUBLISHED}

@@ -9,12 +9,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from dynaquant.engine.forms.levels import QuantizedTensor
-from dynaquant.engine.forms.scheme import Coder
 from dynaquant.engine.quantize.candidate import CandidateWeights
 from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration, Knobs
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.methods.method import WeightsToPrepare
+from dynaquant.methods.method import Method, WeightsToPrepare
 from dynaquant.methods.published.search import clusters_keep_enough, search_published
 from dynaquant.methods.published.size import SizeModel
 from dynaquant.ranks.group import Group
@@ -23,35 +22,6 @@ from dynaquant.search.judge import DistortionJudge
 from dynaquant.search.search_memory import SearchMemory
 from dynaquant.search.trials import Trials
 from dynaquant.training.gradients import moving_averages
-
-
-class PublishedMethod:
-    """Clusters with run lengths and Huffman codes. Records a moving average of whole gradients."""
-
-    coder: Coder = "rearranged"
-    quantizes_vectors: bool = False
-    quantizes_moments: bool = False
-    supports_shards: bool = False
-    uses_mean_squares: bool = False
-    adds_up_steps: bool = False
-    accumulate = staticmethod(moving_averages)
-
-    def mean_square(self, recorded: Tensor) -> float:
-        """Return the mean square of an average gradient."""
-        return float(recorded.square().mean())
-
-    def prepare(self, weights: WeightsToPrepare, group: Group) -> tuple[PreparedForClusters, Sequence[str]]:
-        """Return the weights prepared for clusters. Collective."""
-        gradients = weights.gradients
-        found = group.run_on_all_ranks(lambda: kmeans_weights(weights.tensors, weights.labels, gradients))
-        notes = list(found.notes)
-        if weights.records_gradients and found.weights and not gradients:
-            notes.append(
-                "no gradients were recorded before this save: weight magnitudes were used in place of sensitivity"
-            )
-        # Rank 0 alone writes checkpoints and learns their sizes.
-        size_factor = group.from_rank_0(weights.size_factor)
-        return PreparedForClusters(Clusters(found, SizeModel(found), size_factor), weights.mean_squares), notes
 
 
 @dataclass(frozen=True)
@@ -120,3 +90,33 @@ class PreparedForClusters:
         trial = trials.trial(found)
         restored = {} if trial.progress is not None and clusters_keep_enough(trial) else memory.restored
         return replace(memory, history=memory.history.after_configuration(limit, found), restored=restored)
+
+
+def _prepare(weights: WeightsToPrepare, group: Group) -> tuple[PreparedForClusters, Sequence[str]]:
+    """Return the weights prepared for clusters. Collective."""
+    gradients = weights.gradients
+    found = group.run_on_all_ranks(lambda: kmeans_weights(weights.tensors, weights.labels, gradients))
+    notes = list(found.notes)
+    if weights.records_gradients and found.weights and not gradients:
+        notes.append("no gradients were recorded before this save: weight magnitudes were used in place of sensitivity")
+    # Rank 0 alone writes checkpoints and learns their sizes.
+    size_factor = group.from_rank_0(weights.size_factor)
+    return PreparedForClusters(Clusters(found, SizeModel(found), size_factor), weights.mean_squares), notes
+
+
+def _mean_square(recorded: Tensor) -> float:
+    """Return the mean square of an average gradient."""
+    return float(recorded.square().mean())
+
+
+PUBLISHED = Method(
+    coder="rearranged",  # run lengths and Huffman codes
+    quantizes_vectors=False,
+    quantizes_moments=False,
+    supports_shards=False,
+    uses_mean_squares=False,
+    adds_up_steps=False,
+    accumulate=moving_averages,
+    mean_square=_mean_square,
+    prepare=_prepare,
+)
