@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -35,17 +35,6 @@ DISTORTION_SCALE = 3.0
 """Degradation per unit of distortion. Measured: docs/architecture.md, "Without evaluate"."""
 
 
-class Judge(Protocol):
-    """Judges quantized weights of one checkpoint."""
-
-    @property
-    def judged_by(self) -> JudgedBy:
-        """What the judge measures."""
-
-    def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
-        """Return the quality of the model with these weights. Raises what ``evaluate`` raises."""
-
-
 @dataclass(frozen=True)
 class MetricJudge:
     """Judges by the user's metric.
@@ -63,7 +52,7 @@ class MetricJudge:
     reused: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
 
     def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
-        """Score the model with the weights that a restore would return."""
+        """Score the model with the weights that a restore would return. Raises what ``evaluate`` raises."""
         values = self.subject.values(candidate, self.reused)
         restored = self.subject.score({**self.decided, **values}, self.evaluate)
         return _quality(self.original, restored, self.higher_is_better)
@@ -170,3 +159,7 @@ class DistortionJudge:
         """Return the estimated degradation. The scores are NaN. Collective if there are shards."""
         found = distortion(self.weights, candidate, self.mean_squares, self.shards)
         return MeasuredQuality(math.nan, math.nan, DISTORTION_SCALE * found)
+
+
+Judge = MetricJudge | PairedJudge | DistortionJudge
+"""Judges quantized weights of one checkpoint: how much worse the model is. ``judged_by`` says by what."""

@@ -13,7 +13,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found, Search
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.evaluation import ParameterValues
-from dynaquant.search.judge import DistortionJudge, Judge, PairedJudge
+from dynaquant.search.judge import DistortionJudge, Judge
 from dynaquant.search.metric import OriginalScore, UserMetric
 from dynaquant.search.search_log import bar_removed
 from dynaquant.search.search_memory import SearchMemory
@@ -144,9 +144,9 @@ class _Search:
         limit = self.limits.allowed - original.noise_margin
         trials = self._trials(judge, limit, at_once, memory)
         if self.fixed is not None:
-            decision = self._measured(self.fixed, trials, judge, notes, memory)
+            decision = self._measured(self.fixed, trials, notes, memory)
         else:
-            decision = self._searched(metric, original, trials, judge, notes, memory)
+            decision = self._searched(metric, original, trials, notes, memory)
         return replace(decision, equivalents=original.spent + trials.spent)
 
     def _searched(
@@ -154,7 +154,6 @@ class _Search:
         metric: UserMetric,
         original: OriginalScore,
         trials: Trials,
-        judge: Judge | PairedJudge,
         notes: Sequence[str],
         memory: SearchMemory,
     ) -> Decision:
@@ -180,11 +179,11 @@ class _Search:
             found = stepped.run_again(found)
         seen = replace(seen, resolution=stepped.resolution and stepped.resolution * (size or math.inf))
         if not stepped.is_coarse:
-            return self._decided(found, trials, judge, limit, margin, notes, seen)
+            return self._decided(found, trials, margin, notes, seen)
         coarse = note_on_resolution(stepped.resolution, limit, trials.limit)
         if not is_too_coarse(known, limit):
             self.warn(coarse)
-        decision = self._decided(found, trials, judge, trials.limit, margin, [*notes, coarse], seen)
+        decision = self._decided(found, trials, margin, [*notes, coarse], seen)
         beyond = decision.quality.degradation - trials.limit if decision.quality else 0.0  # the last resort
         memory = replace(decision.memory, history=stepped.estimated.history)
         return replace(decision, estimated=limit + max(beyond, 0.0), memory=memory)
@@ -213,9 +212,8 @@ class _Search:
         """Decide by how far the weights move."""
         # Where the estimate is trusted less, the weights often are exact. That is said once, not at every save.
         search = replace(self, limits=self.limits.of_estimate(), quiet=self.limits.trust() < 1)
-        trials, limit = search._with_estimate(memory), search.limits.allowed
-        found = search._found(trials, memory)
-        return search._decided(found, trials, self.prepared.estimate, limit, 0.0, notes, memory)
+        trials = search._with_estimate(memory)
+        return search._decided(search._found(trials, memory), trials, 0.0, notes, memory)
 
     def _with_estimate(self, memory: SearchMemory) -> Trials:
         """Return trials that the estimate judges."""
@@ -254,7 +252,7 @@ class _Search:
         note = f"{problem}: the degradation of this checkpoint is unknown"
         return Decision("fixed", self.fixed, self.prepared.quantizer.quantize(self.fixed), notes=[note], memory=memory)
 
-    def _trials(self, judge: Judge | PairedJudge, limit: float, per_round: int, memory: SearchMemory) -> Trials:
+    def _trials(self, judge: Judge, limit: float, per_round: int, memory: SearchMemory) -> Trials:
         """Return the trials of one save. per_round: how many configurations are scored in one round."""
         quantizer = self.prepared.quantizer
         since_restore = Displacement(quantizer.weights, memory.restored, quantizer.shards)
@@ -263,16 +261,10 @@ class _Search:
         return Trials(quantizer, judge, since_restore, limit, self.group, per_round)
 
     def _decided(
-        self,
-        found: Found,
-        trials: Trials,
-        judge: Judge | PairedJudge,
-        limit: float,
-        noise_margin: float,
-        notes: Sequence[str],
-        memory: SearchMemory,
+        self, found: Found, trials: Trials, noise_margin: float, notes: Sequence[str], memory: SearchMemory
     ) -> Decision:
-        """Return the decision for what a search has found. limit: without ``noise_margin``. notes: for the record."""
+        """Return the decision for what a search has found. notes: for the record."""
+        limit = trials.limit  # without ``noise_margin``
         if trials.has_weights:
             memory = replace(memory, gave_up=found.good_enough is None)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
@@ -288,17 +280,17 @@ class _Search:
             notes, limit, search = [*notes, note], largest, self.prepared.last_resort
             self.warn(note)
         if chosen is None:
-            reason = why_none_is_good_enough(trials.done, judge.judged_by, limit, noise_margin)
+            reason = why_none_is_good_enough(trials.done, trials.judged_by, limit, noise_margin)
             warning = (
                 f"no candidate is good enough: weights are stored exactly and the file is many times larger; {reason}"
             )
             self.warn(warning)
             notes.append(warning)
-            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes, memory=memory)
+            return Decision("lossless", None, {}, None, limit, trials.judged_by, trials.done, notes, memory=memory)
         quantized, quality = trials.result(chosen)
-        if judge.judged_by != "evaluate":
+        if trials.judged_by != "evaluate":
             quality = None
-        return Decision(search, chosen, quantized, quality, limit, judge.judged_by, trials.done, notes, memory=memory)
+        return Decision(search, chosen, quantized, quality, limit, trials.judged_by, trials.done, notes, memory=memory)
 
     def _best_of(self, trials: Trials, limit: float, largest: float) -> tuple[Knobs, str] | None:
         """Return the best of what was tried, and a note, if it loses at most ``largest``. Collective."""
@@ -321,9 +313,7 @@ class _Search:
         search, last = self.prepared.last(memory, trials.limit)
         return Found(search, last, last) if trials.is_good_enough(last) else NOTHING_GOOD_ENOUGH
 
-    def _measured(
-        self, fixed: Knobs, trials: Trials, judge: Judge | PairedJudge, notes: list[str], memory: SearchMemory
-    ) -> Decision:
+    def _measured(self, fixed: Knobs, trials: Trials, notes: list[str], memory: SearchMemory) -> Decision:
         """Measure the degradation of the user's configuration."""
         trials.score([fixed])
         quantized, quality = trials.result(fixed)
@@ -331,7 +321,7 @@ class _Search:
             error = trials.done[0].error
             problem = f"evaluate failed ({error})" if error else "the metric is not finite"
             notes = [*notes, f"{problem}: the degradation of this checkpoint is unknown"]
-        return Decision("fixed", fixed, quantized, quality, None, judge.judged_by, trials.done, notes, memory=memory)
+        return Decision("fixed", fixed, quantized, quality, None, trials.judged_by, trials.done, notes, memory=memory)
 
     def warn(self, note: str) -> None:
         """Log a note at once, on one rank; the record comes later."""

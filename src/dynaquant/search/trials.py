@@ -59,7 +59,7 @@ class Trials:
     def __init__(
         self,
         quantizer: Quantizer,
-        judge: Judge | PairedJudge,
+        judge: Judge,
         displacement: Displacement,
         limit: float,
         group: Group,
@@ -79,6 +79,11 @@ class Trials:
     def done(self) -> list[Trial]:
         """All trials so far, in order."""
         return [trial for trial, _ in self._scored.values()]
+
+    @property
+    def judged_by(self) -> JudgedBy:
+        """What judges the candidates."""
+        return self._judge.judged_by
 
     @property
     def has_weights(self) -> bool:
@@ -228,7 +233,7 @@ class Trials:
         outcome = self._group.run_on_all_ranks(
             lambda: lockstep.run(lambda: self._try(own, least_kept, bounds, lockstep))
         )
-        if self.per_round > 1 and self._judge.judged_by == "evaluate" and self._group.saw_communication():
+        if self.per_round > 1 and self.judged_by == "evaluate" and self._group.saw_communication():
             raise MixedScoresError
         outcomes = self._group.all_gather(outcome)
         if self._group.size > 1:
