@@ -23,6 +23,7 @@ from dynaquant.training.objects import (
     RESERVED,
     RNG,
     class_of,
+    first_names_in,
     generator_state,
     generator_states,
     optimizers_of,
@@ -132,9 +133,5 @@ def _by_kind(states: Mapping[str, Any]) -> dict[str, Any]:
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     """Return the names of every optimizer's parameters, by group; ``""`` if no saved module has the parameter."""
-    names: dict[int, str] = {}
-    for name, thing in objects.items():
-        if isinstance(thing, nn.Module):
-            for path, parameter in wrappers.named_parameters(thing):
-                names.setdefault(id(parameter), f"{name}.{path}")
+    names = first_names_in(objects)
     return {name: optimizers.names_of(optimizer, names) for name, optimizer in optimizers_of(objects).items()}

@@ -60,7 +60,7 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
     rows of a moment in each step; ``RMSprop``, whose buffer contains gradients divided by the root of their squares;
     differentiable optimizers, whose moments are part of an autograd graph.
     """
-    return None if optimizer.defaults.get("differentiable") else _RULES.get(type(optimizer))
+    return None if optimizer.defaults.get("differentiable") else RULES.get(type(optimizer))
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,14 @@ def _sign(group: Mapping[str, Any]) -> float:
     return -1.0 if group.get("maximize") else 1.0
 
 
-_RULES: dict[type[Optimizer] | None, MomentRule] = {
+RULES: dict[type[Optimizer], MomentRule] = {
     torch.optim.Adam: MomentRule("exp_avg", _adam),
     torch.optim.AdamW: MomentRule("exp_avg", _average),
     torch.optim.NAdam: MomentRule("exp_avg", _adam),
     torch.optim.RAdam: MomentRule("exp_avg", _adam),
     torch.optim.Adamax: MomentRule("exp_avg", _adam),
     torch.optim.SGD: MomentRule("momentum_buffer", _sgd, kept="fine"),
-    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon, kept="always"),  # since PyTorch 2.9
 }
+"""The rules of the optimizers whose first moments are known."""
+if hasattr(torch.optim, "Muon"):  # since PyTorch 2.9
+    RULES[torch.optim.Muon] = MomentRule("momentum_buffer", _muon, kept="always")

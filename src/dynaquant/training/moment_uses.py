@@ -19,20 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dynaquant.training import rng
+from dynaquant.training.first_moments import RULES
 from dynaquant.training.objects import optimizers_of
 
-_KNOWN: tuple[type[Optimizer], ...] = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.SGD,
-    *((torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()),  # since PyTorch 2.9
-)
+_KNOWN = (*RULES, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop)
 """Classes whose moments were measured (docs/results/optimizers.md)."""
 _KNOWN_NAMES = frozenset(
     {

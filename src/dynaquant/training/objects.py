@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,19 @@ def models_of(objects: Mapping[str, Any]) -> nn.Module:
     """Return the model; several models as the parts of one module."""
     several = {name.partition(".")[2]: model for name, model in objects.items() if name.startswith("model.")}
     return nn.ModuleDict(several) if several else objects["model"]
+
+
+def named_parameters_in(objects: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of all modules among the objects with their names in the state; tied ones once in each."""
+    for name, thing in objects.items():
+        if isinstance(thing, nn.Module):
+            for path, parameter in named_parameters(thing):
+                yield f"{name}.{path}", parameter
+
+
+def first_names_in(objects: Mapping[str, Any]) -> dict[int, str]:
+    """Return the first name of each parameter of the modules among the objects, by its ``id``."""
+    return {id(parameter): name for name, parameter in reversed([*named_parameters_in(objects)])}
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -23,7 +23,7 @@ from dynaquant.state.flatten import flatten
 from dynaquant.state.plain_objects import has_method, leaves, packages_of, taken_apart
 from dynaquant.state.subclasses import check_subclasses, is_wrapper
 from dynaquant.training.hooks import not_compiled
-from dynaquant.training.objects import models_of, parameters_of
+from dynaquant.training.objects import models_of, named_parameters_in, parameters_of
 
 log = logging.getLogger("dynaquant")
 LOADER_ADVICE = (
@@ -91,23 +91,15 @@ def _advice_on(unknown: Sequence[Tensor], saved: Sequence[Tensor]) -> str:
 def _others_of_modules(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the names of tensors of modules' states that are no parameters or buffers."""
     modules = {name: thing for name, thing in objects.items() if isinstance(thing, nn.Module)}
-    known = {
-        f"{name}.{path}"
-        for name, module in modules.items()
-        for path, _ in (*wrappers.named_parameters(module), *module.named_buffers())
-    }
-    return {name for name in tensors if name.startswith(tuple(f"{each}." for each in modules))} - known
+    parameters = {name for name, _ in named_parameters_in(objects)}
+    buffers = {f"{name}.{path}" for name, module in modules.items() for path, _ in module.named_buffers()}
+    return {name for name in tensors if name.startswith(tuple(f"{each}." for each in modules))} - parameters - buffers
 
 
 def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Log a warning for every optimizer that updates a tensor that is not among the saved ones, or not as itself."""
     saved = {local_of(tensor).data_ptr() for tensor in tensors.values()}
-    of_models = {
-        id(parameter): f"{name}.{path}"
-        for name, thing in objects.items()
-        if isinstance(thing, nn.Module)
-        for path, parameter in wrappers.named_parameters(thing)
-    }
+    of_models = {id(parameter): name for name, parameter in named_parameters_in(objects)}
     for name, thing in objects.items():
         groups = thing.param_groups if isinstance(thing, Optimizer) else []
         updated = [p for group in groups for p in group["params"] if not is_wrapper(p)]  # a wrapper's parts are saved

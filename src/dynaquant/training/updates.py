@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.ranks.dtensors import holds_unreduced_gradients, local_of
-from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.accumulated import Gradients
 from dynaquant.training.hash_cache import version_of
 from dynaquant.training.hooks import not_compiled, records_graph
-from dynaquant.training.objects import optimizers_of
+from dynaquant.training.objects import first_names_in, optimizers_of
 
 
 class Updates:
@@ -24,12 +23,7 @@ class Updates:
         self._optimizers = list(optimizers_of(objects).values())
         self._modules = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
         self._stores_gradients = any(isinstance(thing, Gradients) for thing in objects.values())
-        self._names = {
-            id(parameter): f"{name}.{path}"
-            for name, thing in reversed(list(objects.items()))
-            if isinstance(thing, nn.Module)
-            for path, parameter in named_parameters(thing)
-        }
+        self._names = first_names_in(objects)
         self._updated: frozenset[str] = frozenset()
         self._updated_before: frozenset[str] = frozenset()
         self._waiting: dict[int, list[Tensor]] = {}  # parameters of each optimizer that it has not updated yet
