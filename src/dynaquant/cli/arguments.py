@@ -27,6 +27,7 @@ Step = Annotated[
     str | None,
     typer.Argument(metavar="STEP", help="Step or tag of the checkpoint.", show_default="the newest checkpoint"),
 ]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dynaquant.cli import output
-from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, must_not_exist, open_run, open_stored
+from dynaquant.cli.arguments import AsJson, Force, RunFolder, RunOrFile, Step, must_not_exist, open_run, open_stored
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.interop.targets import Target
@@ -56,7 +56,6 @@ SkipObjects = Annotated[
 ]
 _SUFFIXES = {Target.SAFETENSORS: ".safetensors", Target.TORCH: ".pt", Target.TORCH_STATE: ".pt"}
 """Suffixes of the formats that are one file."""
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 
 
 def compress(
@@ -120,8 +119,6 @@ def decompress(
     and dcp hold all tensors, also those of an optimizer. An OUT that ends in .pt, .pth, .bin or .ckpt is torch-state.
     Notes say what the output leaves out.
     """
-    from dynaquant.interop.export import export as export_checkpoint
-    from dynaquant.interop.export import target_for
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
     must_not_exist(out, force)
@@ -130,10 +127,7 @@ def decompress(
             f"{source} is not a file" + (" (for a run, use unpack or export)" if source.is_dir() else "")
         )
     stored = StoredCheckpoint(source)
-    _must_not_be_read(stored, out)
-    with output.status_line() as tell:
-        notes = export_checkpoint(stored, to or target_for(stored, out), out, tell)
-    size = output.size_of(out)
+    size, notes = _written(stored, to, out)
     output.print_result(as_json, f"{out}: {in_bytes(size)}", out=str(out), bytes=size, notes=notes)
     _print_notes([] if as_json else notes)
 
@@ -270,21 +264,27 @@ def unpack(
         _print_notes([note for each in notes.values() for note in each], len(paths))
 
 
-def _must_not_be_read(stored: StoredCheckpoint, out: Path) -> None:
-    """Raise CheckpointError if an output would replace a file that it is made from."""
+def _written(stored: StoredCheckpoint, to: Target | None, out: Path) -> tuple[int, list[str]]:
+    """Write a checkpoint in a format. Returns the bytes of the output, and notes on what it leaves out.
+
+    Raises CheckpointError if the output would replace a file that it is made from.
+    """
+    from dynaquant.interop.export import export as export_checkpoint
+    from dynaquant.interop.export import target_for
+
     if any(file.is_at(out) for file in stored.chain):
         raise CheckpointError(f"{out} is a file that this reads; give another name")
+    with output.status_line() as tell:
+        notes = export_checkpoint(stored, to or target_for(stored, out), out, tell)
+    return output.size_of(out), notes
 
 
 def _export(stored: StoredCheckpoint, to: Target, out: Path, as_json: bool) -> None:
-    """Write a checkpoint in a format, and print what was written."""
-    from dynaquant.interop.export import export as export_checkpoint
+    """Write a checkpoint of a run in a format, and print what was written."""
     from dynaquant.store.run import is_of_run
 
-    _must_not_be_read(stored, out)
-    with output.status_line() as tell:
-        notes = export_checkpoint(stored, to, out, tell)
-    step, size = stored.file.header.step, output.size_of(out)
+    size, notes = _written(stored, to, out)
+    step = stored.file.header.step
     text = f"{out}: {f'step {step}, ' if is_of_run(stored.file) else ''}{in_bytes(size)}"
     output.print_result(as_json, text, out=str(out), step=step, bytes=size, notes=notes)
     _print_notes([] if as_json else notes)

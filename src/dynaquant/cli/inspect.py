@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynaquant.cli import output
-from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, checkpoint, must_not_exist, open_run, run_of
+from dynaquant.cli.arguments import (
+    AsJson,
+    Force,
+    RunFolder,
+    RunOrFile,
+    Step,
+    checkpoint,
+    must_not_exist,
+    open_run,
+    run_of,
+)
 from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
@@ -332,7 +342,7 @@ def du(folder: RunFolder, as_json: AsJson = False) -> None:
 def report(
     folder: RunFolder,
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the report of a run: size, degradation, configuration, bits of every tensor, and time.

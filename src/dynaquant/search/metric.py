@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -121,8 +121,8 @@ class UserMetric:
         if (known := noise.after(counting)) is None:
             return unusable("the metric is noisy around 0, so no relative degradation can be measured", spent=spent)
         apart = _apart([mean_of_scores(scores) for scores in counting], known.margin)
-        found = OriginalScore(mean_of_scores(own), known.margin, communicates, spent=spent, noise=known, whole=True)
-        return replace(found, apart=apart)
+        value = mean_of_scores(own)
+        return OriginalScore(value, known.margin, communicates, spent=spent, noise=known, whole=True, apart=apart)
 
     def _scores(self, times: int, noise: Noise, number: int) -> list[float]:
         """Evaluate the weights in training so many times, as a whole."""
@@ -159,9 +159,8 @@ class UserMetric:
         if not all(map(math.isfinite, scores)):
             return unusable(_not_finite(scores), spent=own.spent)
         known = noise.after([[each] * noise.evaluations for each in scores]) or noise
-        value = mean_of_batches(own.losses)
-        found = OriginalScore(value, 0.0, communicates, losses=own.losses, spent=own.spent, noise=known)
-        return replace(found, apart=_apart(scores, 0.0))
+        value, apart = mean_of_batches(own.losses), _apart(scores, 0.0)
+        return OriginalScore(value, 0.0, communicates, None, own.losses, own.spent, known, apart=apart)
 
     def _evaluated_on_batches(self, metric: OnBatches, noise: Noise, number: int) -> _BatchNumbers:
         """Evaluate all batches once, and some again if the noise must be checked."""

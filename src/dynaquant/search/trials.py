@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ from dynaquant.search.judge import Bounds, Judge, JudgedBy, PairedJudge
 from dynaquant.search.scores import MeasuredQuality, Trial
 from dynaquant.search.search_log import SearchLog
 from dynaquant.search.sequential_test import ERROR_RATE, ERROR_RATE_OF_MORE
+
+T = TypeVar("T")
 
 
 class Quantizer(Protocol):
@@ -165,10 +167,7 @@ class Trials:
                 lockstep.fail()
             return found or (None, 1.0)
 
-        outcome = self._group.run_on_all_ranks(lambda: lockstep.run(judge))
-        if self.per_round > 1 and self._group.saw_communication():
-            raise MixedScoresError
-        outcomes = self._group.all_gather(outcome)
+        outcomes = self._on_all_ranks(lockstep, judge)
         self._spent_on_zeros += max(share for _, share in outcomes)
         return [quality for quality, _ in self._group.of_replicas(outcomes)[: self.per_round]]
 
@@ -230,18 +229,20 @@ class Trials:
             self._group.run_reducing(lambda: [self.share_kept(each) for each in configurations])
         own = configurations[self._group.replica % len(configurations)]
         lockstep = Lockstep(self._group)
-        outcome = self._group.run_on_all_ranks(
-            lambda: lockstep.run(lambda: self._try(own, least_kept, bounds, lockstep))
-        )
-        if self.per_round > 1 and self.judged_by == "evaluate" and self._group.saw_communication():
-            raise MixedScoresError
-        outcomes = self._group.all_gather(outcome)
+        outcomes = self._on_all_ranks(lockstep, lambda: self._try(own, least_kept, bounds, lockstep))
         if self._group.size > 1:
             raise_on_every_rank([trial.error for trial, _ in outcomes], None)
         for trial, quality in self._group.of_replicas(outcomes)[: len(configurations)]:
             self._scored[trial.configuration] = trial, quality
         if self._group.rank == 0:
             self._log.scored(len(self._scored))
+
+    def _on_all_ranks(self, lockstep: Lockstep, evaluate: Callable[[], T]) -> list[T]:
+        """Evaluate, and return what each rank has found. Collective."""
+        outcome = self._group.run_on_all_ranks(lambda: lockstep.run(evaluate))
+        if self.per_round > 1 and self.judged_by == "evaluate" and self._group.saw_communication():
+            raise MixedScoresError
+        return self._group.all_gather(outcome)
 
     def _try(
         self, configuration: Knobs, least_kept: float, bounds: Bounds, lockstep: Lockstep
