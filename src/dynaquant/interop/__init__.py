@@ -5,12 +5,11 @@
 - ``safetensors.py``: reads and writes safetensors, single files and shards with an index
 - ``torchfile.py``: reads and writes files of ``torch.save``
 - ``dcp_folder.py``: reads and writes folders of DCP
-- ``dcp_roles.py``: roles of tensors of which only names and values are known
 - ``dcp_writer.py``, ``dcp_reader.py``: storages with which DCP saves to runs and loads from them
 - ``dcp.py``: the names of these storages
 - ``folder.py``: reads a trainer's folder: weights, optimizer states, other files
 - ``inferred_roles.py``: infers roles and gradients of tensors from their names and places
-- ``state_source.py``: such a state, as a source of a checkpoint and as the subject of a metric
+- ``state_source.py``: such a state, or what DCP saves, as a source of a checkpoint; a state as the subject of a metric
 - ``packing.py``: compresses files into checkpoints
 - ``state_file.py``: saves a state of this process to one file
 - ``targets.py``: the formats that a checkpoint is exported to

@@ -37,7 +37,7 @@ from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.errors import StateError
 from dynaquant.interop.dcp_folder import nested
-from dynaquant.interop.dcp_roles import dcp_source
+from dynaquant.interop.state_source import dcp_source
 from dynaquant.options import Deprecated, Keep, Quality, QualityName, options_of
 from dynaquant.ranks.group import Group
 from dynaquant.saving.compressor import Compressor

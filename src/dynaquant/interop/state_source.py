@@ -1,4 +1,4 @@
-"""A state that was read, or handed over as a whole: as a source of a checkpoint, and as the subject of a metric."""
+"""A state that was read, or handed over as a whole or by DCP: as a source of a checkpoint, and what a metric scores."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from dynaquant.engine import kernels
 from dynaquant.engine.kernels.reused import ReusedMemory
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.candidate import CandidateWeights, values
@@ -19,12 +20,15 @@ from dynaquant.interop.whole_state import WholeState
 from dynaquant.saving.source import Source
 from dynaquant.search.evaluation import Evaluate, ParameterValues, number_of
 from dynaquant.state.flatten import unflatten
+from dynaquant.state.roles import optimizer_role, quantizable
 from dynaquant.state.tree import tensor_names_in
 from dynaquant.training.snapshot import Snapshot
 
-HOST = torch.device("cpu")
 Tell = Callable[[str], None]
 """Called with texts that report progress."""
+_OF_MODULES = ("weight", "bias")
+_STATE = ".state."
+"""Stands between the name of an optimizer and that of a parameter, as DCP names their state."""
 
 
 def source_of(state: WholeState, vectors: bool, exact_optimizers: Mapping[str, str]) -> Source:
@@ -56,6 +60,42 @@ def source_of(state: WholeState, vectors: bool, exact_optimizers: Mapping[str, s
     )
 
 
+def dcp_source(tensors: Mapping[str, Tensor]) -> Source:
+    """Return tensors that DCP saves, of which only names and values are known, as a source.
+
+    F of a weight comes from its second moment, if there is one.
+    """
+    labels = {name: _dcp_label(name, tensors) for name in tensors}
+    measured = _dcp_mean_squares(tensors, labels)
+    return Source(tensors=tensors, labels=labels, mean_squares=lambda _: measured)
+
+
+def _dcp_label(name: str, tensors: Mapping[str, Tensor]) -> Label:
+    if _STATE in f".{name}" and name.rpartition(".")[2] not in _OF_MODULES:  # a module may be called "state"
+        return Label(optimizer_role(name, tensors))
+    if name.rpartition(".")[2] in inferred_roles.BUFFERS:
+        return Label("buffer")
+    return Label("weight" if quantizable(tensors[name], vectors=True) else "exact")
+
+
+def _dcp_mean_squares(tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, float]:
+    """Return F of the weights, from the second moments whose names end with theirs."""
+    found = {}
+    weights = {name: tensor for name, tensor in tensors.items() if labels[name].role == "weight"}
+    by_end: dict[str, list[str]] = {}
+    for name in weights:
+        parts = name.split(".")
+        for i in range(len(parts)):
+            by_end.setdefault(".".join(parts[i:]), []).append(name)
+    for name, moment in tensors.items():
+        if labels[name].role == "second_moment" and moment.numel():
+            parameter = f".{name}".rpartition(_STATE)[2].rpartition(".")[0]
+            for weight in by_end.get(parameter, []):
+                if weights[weight].shape == moment.shape:
+                    found[weight] = inferred_roles.mean_of(moment)
+    return found
+
+
 class StateSubject:
     """A state as the ``Subject`` of a metric, which gets it as ``dynaquant.load`` would return it."""
 
@@ -64,7 +104,10 @@ class StateSubject:
 
     def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> dict[str, ParameterValues]:
         """Return functions for the values of a candidate's weights."""
-        return {name: partial(values, tensor, HOST, partial(reused.empty, name)) for name, tensor in candidate.items()}
+        return {
+            name: partial(values, tensor, kernels.HOST, partial(reused.empty, name))
+            for name, tensor in candidate.items()
+        }
 
     def score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
         """Return the metric of the state with other values for some tensors. It may write to what it gets.
