@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from dynaquant.checkpointer import Checkpointer
-from dynaquant.errors import CheckpointError, DynaquantError, MissingPackageError, StateError
-from dynaquant.integrations.versions import check_version
+from dynaquant.errors import CheckpointError, MissingPackageError, StateError
+from dynaquant.integrations.shared import check_version, free_step, unsupported
 from dynaquant.options import split_values
 from dynaquant.state.tree import dict_items
 from dynaquant.state.wrappers import bare
@@ -137,10 +137,7 @@ class _Attached:
 
     def _free_step(self) -> int:
         """Return the number of optimizer steps, or the next step that the run does not have. Collective."""
-        step = self._counted.steps  # not one that the run has: another folder may stand for it
-        while self._run.path(step).exists():
-            step += 1
-        steps = [step]
+        steps = [free_step(self._run, self._counted.steps)]
         broadcast_object_list(steps)  # rank 0 writes; others may not see its folder
         return steps[0]
 
@@ -314,7 +311,7 @@ def _check(accelerator: Any) -> None:
     check_version("accelerate")
     kind = accelerator.distributed_type
     if kind in (accelerate.DistributedType.DEEPSPEED, accelerate.DistributedType.MEGATRON_LM):
-        raise DynaquantError(f"{kind.value} is not supported: its optimizer's state cannot be stored; use FSDP2 or DDP")
+        raise unsupported(kind.value)
     if "save_state" in vars(accelerator):
         raise ValueError("dynaquant is attached to this accelerator already; one accelerator saves to one run")
     if not accelerator._models or not accelerator._optimizers:

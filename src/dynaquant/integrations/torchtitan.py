@@ -21,7 +21,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
-from dynaquant.integrations.versions import TESTED, check_version
+from dynaquant.integrations.shared import TESTED, check_version
 from dynaquant.options import Keep, Quality, QualityName, options_of
 from dynaquant.ranks.group import Group
 from dynaquant.state import wrappers

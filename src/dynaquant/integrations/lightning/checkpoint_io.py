@@ -23,7 +23,6 @@ from dynaquant.integrations.lightning.paths import (
     base_for,
     begins_with,
     delete_unnamed,
-    free_step,
     is_of,
     is_of_tuner,
     local_path,
@@ -32,7 +31,7 @@ from dynaquant.integrations.lightning.paths import (
 )
 from dynaquant.integrations.lightning.progress import Last, Progress, progress_at
 from dynaquant.integrations.lightning.training import Training
-from dynaquant.integrations.versions import check_version
+from dynaquant.integrations.shared import BEST, check_exact, check_version, free_step
 from dynaquant.interop.packing import Metric, Packer
 from dynaquant.interop.whole_state import WholeState
 from dynaquant.options import Quality, QualityName, options_of
@@ -56,8 +55,6 @@ from dynaquant.store.tags import set_tag
 log = logging.getLogger("dynaquant")
 _IN_TRAINING = "current_model_state"
 """Where the callback ``WeightAveraging`` keeps the state dict of the weights in training."""
-BEST = "best"
-"""The tag of the best checkpoint."""
 _ADVICE = (
     ". Hyperparameters: self.save_hyperparameters(ignore=[…]) leaves some out. CheckpointIO(skip_objects=True) "
     "leaves out whatever cannot be stored"
@@ -109,8 +106,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
                     "and Trainer(callbacks=[training, …]) the same Training()"
                 )
             metric = partial(training.metric, name=metric)
-        if exact not in ("best", None):
-            raise ValueError(f'exact must be "best" or None, not {exact!r}; to store all exactly, use "lossless"')
+        check_exact(exact)
         self._exact = exact
         takes, also = ("max_degradation", "training_budget", "expected_restores"), ("method", "configuration")
         self._quality = options_of("CheckpointIO", deprecated, quality, takes=takes, also=also).quality
@@ -234,7 +230,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         state = WholeState("torch", tree, tensors, {"name": place.name}, weights, averages)
         tag = _tag_of_best(checkpoint, place)
         source = self._source(packer, state, now, tag is not None and self._exact is not None)
-        packed = packer.packed(state, free_step(run, checkpoint), memory, source, now.steps.between)
+        step = free_step(run, int(checkpoint.get("global_step", 0)))
+        packed = packer.packed(state, step, memory, source, now.steps.between)
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
             committed, _, memory = packed.commit(run, base)

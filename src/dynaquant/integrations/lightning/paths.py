@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dynaquant.errors import CheckpointError
 from dynaquant.options import KEYFRAME_EVERY
@@ -39,14 +38,6 @@ def begins_with(path: Path, start: bytes) -> bool:
 def is_of(pointer: Pointer, run: Run) -> bool:
     """Whether a pointer stands for a checkpoint of a run."""
     return pointer.run.resolve() == run.folder
-
-
-def free_step(run: WritableRun, checkpoint: dict[str, Any]) -> int:
-    """Return the checkpoint's own step, or the next one that the run does not have."""
-    step = checkpoint.get("global_step", 0)
-    while run.path(step).exists():
-        step += 1
-    return int(step)
 
 
 def paths_beside(place: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dynaquant.engine.shards import WHOLE
 from dynaquant.errors import CheckpointError
-from dynaquant.integrations.versions import check_version
+from dynaquant.integrations.shared import check_version
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.training_budget import scaled_by_rate

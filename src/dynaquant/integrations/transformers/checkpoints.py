@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
+from dynaquant.integrations.shared import BEST
 from dynaquant.integrations.transformers import framework_files
 from dynaquant.integrations.transformers.metric import (
     higher_is_better,
@@ -38,8 +39,6 @@ from dynaquant.store.tags import open_step_or_tag, set_tag
 from dynaquant.training import rng
 
 log = logging.getLogger("dynaquant")
-BEST = "best"
-"""The tag of the best checkpoint."""
 _ORIGINAL = "original_module"
 """What PEFT calls the module that a copy of it replaces."""
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, cast
 
 from dynaquant.engine.bound import Bound
+from dynaquant.integrations.shared import check_exact
 from dynaquant.options import Deprecated, Keep, Quality, QualityName, split_values
 from dynaquant.saving.arguments import check_metric
 from dynaquant.saving.log_to import LogTo, logger_of
@@ -58,8 +59,7 @@ def checked(options: Options | None) -> Options:
     if unknown := sorted(set(given) - {*known, *_TAKES}):
         raise TypeError(f"dynaquant has no option {unknown[0]!r}; the options are {', '.join(known)}")
     exact = {} if given.get("exact", "latest") == "latest" else {"exact": given.pop("exact")}
-    if exact.get("exact") not in ("best", None):
-        raise ValueError(f'exact must be "best" or None, not {exact["exact"]!r}; to store all exactly, use "lossless"')
+    check_exact(exact.get("exact"))
     (quality, _, keep), others = split_values("dynaquant", given, _TAKES)
     metric = others.get("evaluate", "")
     check_metric(max if isinstance(metric, str) else metric, quality, keep)  # max: what a name or the default becomes

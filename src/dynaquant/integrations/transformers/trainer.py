@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
-from dynaquant.errors import DynaquantError
+from dynaquant.integrations.shared import check_version, unsupported
 from dynaquant.integrations.transformers.checkpoints import Checkpoints, OlderCheckpointError, StepBoundaries
 from dynaquant.integrations.transformers.options import Options, checked
 from dynaquant.integrations.transformers.resume import asked_for
-from dynaquant.integrations.versions import check_version
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -47,7 +46,7 @@ class CheckpointMixin(_Base):  # type: ignore[misc]  # Transformers is not type-
         self._dynaquant = Checkpoints(self, checked(dynaquant))
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
-            raise DynaquantError("DeepSpeed is not supported: its optimizer's state cannot be stored; use FSDP2 or DDP")
+            raise unsupported("DeepSpeed")
         uploads = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
         if uploads and self.args.save_strategy != SaveStrategy.NO:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Refuses versions of other packages in which what an integration overrides may be another."""
+"""What integrations share: the versions of other packages that they know, and what more than one of them refuses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from importlib.metadata import version
 from packaging.version import Version
 
 from dynaquant.errors import DynaquantError
+from dynaquant.store.run import Run
 
 log = logging.getLogger("dynaquant")
 TESTED = {"accelerate": "1.15.0", "lightning": "2.6.6", "torchtitan": "0.3.0", "transformers": "5.23.0"}
 """The versions with which the tests of the integrations pass."""
+BEST = "best"
+"""The tag of the best checkpoint, and what ``exact`` says to keep its weights exactly."""
 _told: set[str] = set()
 
 
@@ -38,3 +41,21 @@ def check_version(package: str, tested: str | None = None) -> None:
             found,
             tested,
         )
+
+
+def check_exact(exact: str | None) -> None:
+    """Raise ValueError for a bad argument ``exact``."""
+    if exact not in (BEST, None):
+        raise ValueError(f'exact must be "best" or None, not {exact!r}; to store all exactly, use "lossless"')
+
+
+def unsupported(sharding: str) -> DynaquantError:
+    """Return the error for a way of sharding with optimizers of its own."""
+    return DynaquantError(f"{sharding} is not supported: its optimizer's state cannot be stored; use FSDP2 or DDP")
+
+
+def free_step(run: Run, step: int) -> int:
+    """Return a step, or the next one that the run does not have: another file or folder may stand for that one."""
+    while run.path(step).exists():
+        step += 1
+    return step
