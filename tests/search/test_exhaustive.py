@@ -7,8 +7,7 @@ import statistics
 import pytest
 from landscapes import METRICS, SHAPE, Landscape
 
-from dynaquant.methods.published.exhaustive import guided_exhaustive
-from dynaquant.methods.published.space import Candidate
+from dynaquant.methods.published.space import Candidate, guided_exhaustive
 
 CUBES = math.prod(SHAPE) * len(METRICS)
 MOST_AGGRESSIVE, MOST_CONSERVATIVE = (0, 0, 0, 0), (5, 1, 5, 2)

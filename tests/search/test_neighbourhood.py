@@ -8,9 +8,7 @@ from itertools import product
 import pytest
 from landscapes import METRICS, SHAPE, Landscape
 
-from dynaquant.methods.published.exhaustive import guided_exhaustive
-from dynaquant.methods.published.neighbourhood import delta_neighbourhood
-from dynaquant.methods.published.space import Candidate, at_most
+from dynaquant.methods.published.space import Candidate, at_most, delta_neighbourhood, guided_exhaustive
 
 LAST = Candidate("magnitude", (2, 0, 3, 1))
 OTHER = Candidate("sensitivity", LAST.point)

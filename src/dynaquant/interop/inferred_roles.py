@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -23,14 +22,6 @@ _OF_TORCH = PARAMETER_SHAPED | {"row_var", "col_var", "variance"}
 """Keys of tensors in the states of ``torch.optim``'s optimizers."""
 _EMBEDDINGS = ("embed", "wte", "wpe", "tokens", "positions")
 _NORMS = ("norm", "ln", "bn")
-
-
-@dataclass
-class _Recognized:
-    """The dictionaries in a tree that hold only tensors, and the states of optimizers."""
-
-    state_dicts: list[dict[str, str]] = field(default_factory=list)
-    optimizers: list[dict[str, Any]] = field(default_factory=list)
 
 
 def inferred_labels(
@@ -49,9 +40,8 @@ def inferred_labels(
     tree, tensors: as ``flatten`` returns them. vectors: whether tensors of one dimension are weights.
     weights: names of the tensors that can be weights, None for all. averages: of those that can be averages of weights.
     """
-    found = _search(tree)
     result = {name: Label("exact") for name in tensors}
-    for state_dict in found.state_dicts:
+    for state_dict in _found(tree, "state dict"):
         for name in state_dict.values():
             is_average = name in averages
             if weights is not None and name not in weights and not is_average:
@@ -64,7 +54,7 @@ def inferred_labels(
                 result[name] = Label("average" if is_average else "weight", kind)
             else:
                 result[name] = Label("exact", kind)
-    for optimizer in found.optimizers:
+    for optimizer in optimizers_in(tree):
         known = _is_like_torchs(optimizer, tensors)
         for name in tensor_names_in(optimizer["state"]):
             result[name] = Label(optimizer_role(name, tensors) if known else "exact")
@@ -88,7 +78,7 @@ def _is_like_torchs(optimizer: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 def optimizers_in(tree: Any) -> list[dict[str, Any]]:
     """Return the states of optimizers in a tree, each as its nodes by key."""
-    return _search(tree).optimizers
+    return _found(tree, "optimizer")
 
 
 def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, float]:
@@ -98,12 +88,11 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
     match all shapes are equal. Some weights may have no moment: frozen ones, or the second name of a tied one. Returns
     an empty dictionary if no optimizer matches.
     """
-    found = _search(tree)
-    for optimizer in found.optimizers:
+    for optimizer in optimizers_in(tree):
         moments = [tensors[name] for name in _second_moments(optimizer)]
         if not moments:
             continue
-        for state_dict in found.state_dicts:
+        for state_dict in _found(tree, "state dict"):
             names = [name for name in dict.fromkeys(state_dict.values()) if labels[name].role == "weight"]
             for order in (names, sorted(names, key=lambda name: tensors[name].ndim < 2)):
                 if matched := _matched(order, tensors, moments):
@@ -159,29 +148,27 @@ def _by_text_key(node: Any) -> dict[str, Any]:
     return {str(key): value for key, value in dict_items(node)}
 
 
-def _search(tree: Any) -> _Recognized:
-    found = _Recognized()
+def _found(tree: Any, kind: Literal["state dict", "optimizer"]) -> list[dict[str, Any]]:
+    """Return the dictionaries in a tree that hold only tensors, as names by key, or the states of optimizers."""
+    return [content for found, content in _recognized(tree) if found == kind]
 
-    def visit(node: Any) -> None:
-        items = node.get("tuple") if isinstance(node, dict) else node
-        if isinstance(items, list):
-            for item in items:
-                visit(item)
-            return
-        pairs = dict_items(node)
-        if not pairs:
-            return
-        content = {key: value for key, value in pairs if type(key) is str}
-        if isinstance(content.get("param_groups"), list) and dict_items(content.get("state")):
-            found.optimizers.append(content)
-        elif all(tensor_name(value) is not None for _, value in pairs):
-            found.state_dicts.append({str(key): tensor_name(value) or "" for key, value in pairs})
-        else:
-            for _, value in pairs:
-                visit(value)
 
-    visit(tree)
-    return found
+def _recognized(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    items = node.get("tuple") if isinstance(node, dict) else node
+    if isinstance(items, list):
+        for item in items:
+            yield from _recognized(item)
+        return
+    if not (pairs := dict_items(node)):
+        return
+    content = {key: value for key, value in pairs if type(key) is str}
+    if isinstance(content.get("param_groups"), list) and dict_items(content.get("state")):
+        yield "optimizer", content
+    elif all(tensor_name(value) is not None for _, value in pairs):
+        yield "state dict", {str(key): tensor_name(value) for key, value in pairs}
+    else:
+        for _, value in pairs:
+            yield from _recognized(value)
 
 
 def _layer_type(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str:

@@ -2,7 +2,6 @@
 
 - ``method.py``: what it stores, records and prepares
 - ``search.py``: finds a configuration
-- ``space.py``: the configurations
+- ``space.py``: the configurations, and the two search algorithms
 - ``size.py``: predicts their sizes
-- ``exhaustive.py``, ``neighbourhood.py``: the two search algorithms
 """

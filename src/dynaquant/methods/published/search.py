@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
 from dynaquant.engine.quantize.knobs import Configuration, Knobs, in_short
-from dynaquant.methods.published.exhaustive import guided_exhaustive
-from dynaquant.methods.published.neighbourhood import delta_neighbourhood
 from dynaquant.methods.published.size import SizeModel
-from dynaquant.methods.published.space import Candidate, Space
+from dynaquant.methods.published.space import Candidate, Space, delta_neighbourhood, guided_exhaustive
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found, Search
 from dynaquant.search.scores import Trial
 from dynaquant.search.trials import Trials
