@@ -101,6 +101,7 @@ class StateSubject:
 
     def __init__(self, state: WholeState, tell: Tell) -> None:
         self._state, self._tell, self._count = state, tell, itertools.count(1)
+        self.module = nn.Module()
 
     def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> dict[str, ParameterValues]:
         """Return functions for the values of a candidate's weights."""
@@ -135,14 +136,10 @@ class StateSubject:
                 return tensors[name].clone()
             return (value if isinstance(value, Tensor) else value()).to(tensors[name].dtype, copy=True)
 
-        before = Snapshot(nn.Module())
+        before = Snapshot(self.module)
         try:
             with torch.no_grad():
                 copy = unflatten(self._state.tree, {name: copied(name) for name in tensor_names_in(self._state.tree)})
                 return number_of(evaluate(copy), "the metric")
         finally:
             before.put_back_surely()
-
-    def uses_batch_statistics(self, _evaluate: Evaluate) -> bool:
-        """Return False: there are no modules here."""
-        return False

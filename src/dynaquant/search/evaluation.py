@@ -45,8 +45,9 @@ class Subject(Protocol):
         whatever it raises.
         """
 
-    def uses_batch_statistics(self, evaluate: Evaluate) -> bool:
-        """Whether a metric evaluates batch norms by the statistics of its batches."""
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the weights, or one without layers."""
 
 
 @runtime_checkable

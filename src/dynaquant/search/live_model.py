@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from dynaquant.engine.quantize.candidate import CandidateWeights
 from dynaquant.errors import EvaluateError
 from dynaquant.garbage import collection_resumed
 from dynaquant.ranks.dtensors import abandon_forward, is_sharded, local_of, memory_of
-from dynaquant.search.evaluation import Evaluate, ParameterValues, number_of, uses_batch_statistics_of
+from dynaquant.search.evaluation import Evaluate, ParameterValues, number_of
 from dynaquant.state.subclasses import inner_tensors, is_packed, is_wrapper
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
@@ -42,13 +42,13 @@ class LiveModel:
     """The model of a training, as a ``Subject``."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.module = model
         self._in_place = False  # whether a device has been too small for a candidate beside the model
         self._warned = False  # that the metric writes to the weights in training
 
     def values(self, candidate: CandidateWeights, reused: ReusedMemory) -> dict[str, ParameterValues]:
         """Return functions for the values of those weights of a candidate that are parameters of the model."""
-        parameters = parameters_of(self._model)
+        parameters = parameters_of(self.module)
         found: dict[str, ParameterValues] = {}
         for name, tensor in candidate.items():
             if (parameter := parameters.get(name)) is not None:
@@ -63,9 +63,9 @@ class LiveModel:
         If a device has not enough memory for a candidate beside the model, it takes the place of the weights from then
         on, and these wait in host memory.
         """
-        parameters = parameters_of(self._model)
+        parameters = parameters_of(self.module)
         own = {name.removeprefix("model."): value for name, value in values.items() if name in parameters}
-        begun, before = False, _marks(self._model)
+        begun, before = False, _marks(self.module)
 
         def noted(model: Any) -> float:
             nonlocal begun
@@ -73,13 +73,13 @@ class LiveModel:
             return evaluate(model)
 
         try:
-            found = score(self._model, own, noted, self._in_place)
-            if not self._warned and _marks(self._model) != before:
+            found = score(self.module, own, noted, self._in_place)
+            if not self._warned and _marks(self.module) != before:
                 self._warned = True
                 log.warning(_WRITES)
             return found
         except torch.OutOfMemoryError:
-            if self._in_place or not any(map(_on_device, self._model.parameters())):
+            if self._in_place or not any(map(_on_device, self.module.parameters())):
                 raise
             self._in_place = True
             # Another rank may wait for what ``evaluate`` has begun to communicate, so there it does not begin again.
@@ -88,11 +88,7 @@ class LiveModel:
         # After the block above: its exception would keep what was allocated.
         if not _has_other_ranks() or dist.get_rank() == 0:
             log.warning(_TOO_SMALL)
-        return score(self._model, own, evaluate, self._in_place)
-
-    def uses_batch_statistics(self, evaluate: Evaluate) -> bool:
-        """Whether a metric evaluates batch norms of the model by the statistics of its batches."""
-        return uses_batch_statistics_of(evaluate, self._model)
+        return score(self.module, own, evaluate, self._in_place)
 
 
 def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Evaluate, in_place: bool = False) -> float:
@@ -237,6 +233,15 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return memory_of(tensor), tensor.stride(), tensor.device
 
 
+class _Held(NamedTuple):
+    """A parameter, what this rank holds of it, the values of that before, and its gradient before."""
+
+    parameter: nn.Parameter
+    local: Tensor
+    before: Tensor
+    gradient: Tensor | None
+
+
 class _InPlace:
     """Remembers the values and gradients of parameters that ``evaluate`` may change: sharded ones.
 
@@ -248,29 +253,28 @@ class _InPlace:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], on_devices: bool) -> None:
-        self._own = {id(p): p for p in parameters if is_sharded(p) or (on_devices and _on_device(p))}
-        self._locals = [_data_of(parameter) for parameter in self._own.values()]
-        self._before = [local.to(kernels.HOST, copy=True) if on_devices else local.clone() for local in self._locals]
-        self._gradients = [parameter.grad for parameter in self._own.values()]
+        self._held: dict[int, _Held] = {}
+        for parameter in parameters:
+            if is_sharded(parameter) or (on_devices and _on_device(parameter)):
+                local = _data_of(parameter)
+                before = local.to(kernels.HOST, copy=True) if on_devices else local.clone()
+                self._held[id(parameter)] = _Held(parameter, local, before, parameter.grad)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._own
+        return id(parameter) in self._held
 
     def write(self, values: Mapping[int, Any]) -> None:
         """Write other values, of this rank's part. values: tensors, or functions that return them, by ``id``."""
-        for parameter in self._own.values():
-            parameter.grad = None
-        for key, local in zip(self._own, self._locals, strict=True):
+        for key, held in self._held.items():
+            held.parameter.grad = None
             if (value := values.get(key)) is not None:
-                local.copy_(value if isinstance(value, Tensor) else value())
+                held.local.copy_(value if isinstance(value, Tensor) else value())
 
     def put_back(self) -> None:
         """Put values and gradients back, bit for bit. Gathered parameters must be freed before. May be called again."""
-        for parameter, local, before, gradient in zip(
-            self._own.values(), self._locals, self._before, self._gradients, strict=True
-        ):
-            local.copy_(before)
-            parameter.grad = gradient
+        for held in self._held.values():
+            held.local.copy_(held.before)
+            held.parameter.grad = held.gradient
 
 
 def _on_device(parameter: Tensor) -> bool:

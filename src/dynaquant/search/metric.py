@@ -24,6 +24,7 @@ from dynaquant.search.evaluation import (
     losses_on,
     mean_of_batches,
     on_batches,
+    uses_batch_statistics_of,
 )
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge, PairedJudge
@@ -207,7 +208,7 @@ class UserMetric:
     def notes(self, original: OriginalScore, allowed: float) -> list[str]:
         """Return the notes on the metric for a record. allowed: the degradation."""
         notes = []
-        if self._subject.uses_batch_statistics(self._evaluate):
+        if uses_batch_statistics_of(self._evaluate, self._subject.module):
             notes.append(
                 "batch norms were evaluated by the statistics of the batches, as in training; before you use this "
                 "checkpoint without training, re-estimate its running statistics (torch.optim.swa_utils.update_bn)"
