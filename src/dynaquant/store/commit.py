@@ -29,11 +29,10 @@ from dynaquant.store.files import add_disk_full_note, file_version, make_folder,
 from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import Plan
-from dynaquant.store.listing import STEP, SUFFIX, checkpoint_paths
+from dynaquant.store.locks import WriterLock, lock_for_writing
 from dynaquant.store.reading import load_all
-from dynaquant.store.run import LOSSLESS_COPY, Run
+from dynaquant.store.run import LOSSLESS_COPY, STEP, SUFFIX, Run, checkpoint_paths
 from dynaquant.store.unneeded import unneeded
-from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import (
     TEMPORARY,
     Base,

@@ -31,9 +31,9 @@ from dynaquant.store.decoding import (
     wrong_values,
 )
 from dynaquant.store.entry import Entry
-from dynaquant.store.in_order import in_order
 from dynaquant.store.layout import Place
 from dynaquant.store.out_of_memory import explain_damage
+from dynaquant.store.threads import in_order
 
 T = TypeVar("T")
 Tensors = dict[str, StoredTensor]

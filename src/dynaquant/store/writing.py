@@ -28,10 +28,9 @@ from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, 
 from dynaquant.store.decoding import holds
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import add_disk_full_note, sync_parent, syncing
-from dynaquant.store.in_order import in_order
 from dynaquant.store.layout import HashOfBoxes, PartFile, Plan, box_name, layout_of, part_name
 from dynaquant.store.reading import load_boxes
-from dynaquant.store.write_behind import WriteBehind
+from dynaquant.store.threads import WriteBehind, in_order
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ def write_checkpoint(
     """Write a file: the streams of the tensors, then ``draft`` with their entries.
 
     The entries of ``draft`` in parts stay. again: it is re-coded, and others may depend on its levels. threads: how
-    many tensors are encoded at a time. Streams wait in memory to be written (``write_behind.MOST_BEHIND``), and with
-    more than one thread also to be their turn (``in_order.MOST_BYTES``). The file need not be on the disk afterwards
+    many tensors are encoded at a time. Streams wait in memory to be written (``threads.MOST_BEHIND``), and with
+    more than one thread also to be their turn (``threads.MOST_BYTES``). The file need not be on the disk afterwards
     (``files.syncing``).
     """
     entries = [entry for entry in draft.entries if entry.scheme.layout_number is not None]
