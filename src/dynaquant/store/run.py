@@ -17,7 +17,7 @@ from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store.catalogue import Catalogue, Line, Listed
 from dynaquant.store.chain import ATTEMPTS, chain_of, name_step_in_errors
 from dynaquant.store.container import CheckpointFile, Header, Parent, Summary, is_step, open_if_exists
-from dynaquant.store.files import FileVersion, file_version, is_missing, non_file_kind, user_path
+from dynaquant.store.files import is_missing, non_file_kind, user_path
 
 if TYPE_CHECKING:
     from dynaquant.store.reading import Tensors
@@ -95,7 +95,6 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = user_path(folder)
         self.catalogue = Catalogue(self.folder)
-        self._summaries: dict[FileVersion, Summary] = {}
         self._newest = 0  # highest sequence number in the last listing
         self._highest = 0  # highest sequence number ever seen here
         self._seen: set[int] = set()  # steps that this object has found in the folder
@@ -107,31 +106,24 @@ class Run:
 
     def summaries(self) -> tuple[list[Summary], list[CheckpointError]]:
         """Return the checkpoints with valid headers, oldest commit first, and the errors of the others."""
-        known, folder = self._summaries, os.path.join(self.folder, "")
-
-        def read(name: str) -> tuple[FileVersion, Summary]:
-            version = file_version(status := os.stat(folder + name))
-            summary = known.get(version) or self._line(self.folder / name, status).summary
-            self._check_name(name, summary.step)
-            return version, summary
-
-        found, broken = read_each(self.folder, STEP, read)
-        self._summaries = dict(found)
-        self._seen.update(summary.step for _, summary in found)
-        self._newest = max((summary.sequence for _, summary in found), default=0)
+        found, broken = read_each(self.folder, STEP, lambda name: self._line(name).summary)
+        self._seen.update(summary.step for summary in found)
+        self._newest = max((summary.sequence for summary in found), default=0)
         self._highest = max(self._highest, self._newest)
-        return sorted(self._summaries.values(), key=lambda summary: (summary.sequence, summary.step)), broken
+        return sorted(found, key=lambda summary: (summary.sequence, summary.step)), broken
 
-    def _line(self, path: Path, status: os.stat_result) -> Line:
-        return self.catalogue.find(path, status) or self.catalogue.remember(CheckpointFile(path))
+    def _line(self, name: str) -> Line:
+        # No path is made for a file that is known: that takes longer than to look at it.
+        status = os.stat(os.path.join(self.folder, name))
+        line = self.catalogue.find(name, status) or self.catalogue.remember(CheckpointFile(self.folder / name))
+        self._check_name(name, line.summary.step)
+        return line
 
     def listing(self) -> tuple[list[Listed], list[CheckpointError]]:
         """Like ``summaries``, but with records and sizes. With a catalogue, no checkpoint is opened."""
 
         def read(name: str) -> Listed:
-            path = self.folder / name
-            line = self._line(path, path.stat())
-            self._check_name(name, line.summary.step)
+            path, line = self.folder / name, self._line(name)
             try:
                 return line.listed(path)
             except ValueError:
