@@ -24,8 +24,8 @@ from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.plain_objects import leaves
 from dynaquant.store.container import CheckpointFile, Parent
+from dynaquant.store.decoding import explain_out_of_memory
 from dynaquant.store.files import raise_if_unavailable
-from dynaquant.store.out_of_memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag

@@ -9,11 +9,10 @@ The files, in reading order:
 - ``entry.py``: what a header says about one tensor, and what a reader must know to read it
 - ``layout.py``: the parts of a checkpoint, and where the boxes of its tensors are
 - ``container.py``: one checkpoint file
-- ``out_of_memory.py``: an error that says how much memory a tensor needs
 - ``chain.py``: opens all files of a checkpoint (parents, parts, frozen parameters), and retries if the writer changes
   the run meanwhile
-- ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files
-- ``decoding.py``: decodes one entry of a file
+- ``decoding.py``: decodes one entry of a file, and explains its errors
+- ``frozen_tensors.py``: checks and copies the files of frozen parameters
 - ``reading.py``: decodes tensors, or boxes of them, from a file, its parts and its parents
 - ``writing.py``: encodes a checkpoint, or a part of one, to a file, and verifies the file
 - ``single_file.py``: writes a checkpoint file outside of runs

@@ -22,8 +22,9 @@ from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.atomic_files import keep_mode
 from dynaquant.store.chain import frozen_name, open_part, parent_of
 from dynaquant.store.container import CheckpointFile, Header, Parent
+from dynaquant.store.decoding import tensor_in
 from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
-from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
+from dynaquant.store.frozen_tensors import FrozenFiles
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import Plan
 from dynaquant.store.locks import WriterLock, lock_for_writing
