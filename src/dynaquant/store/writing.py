@@ -58,6 +58,8 @@ class Checkpoint:
 
 TEMPORARY = ".tmp"
 """What the name of a file that is being written ends with."""
+Boxes = Mapping[tuple[str, Box], StoredTensor]
+"""Stored tensors by the name of the tensor and the box."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,10 @@ class Base:
         return cls(Parent(header.step, header.identity), _hashes(header), tensors, shapes)
 
     @classmethod
-    def of_boxes(cls, parent: Parent, boxes: Mapping[str, StoredTensor]) -> Base:
-        """Return the base for a part. boxes: of the parent, by their name in a part."""
-        return cls(parent, {name: stored_hash(stored) for name, stored in boxes.items()}, boxes)
+    def of_boxes(cls, parent: Parent, boxes: Boxes) -> Base:
+        """Return the base for a part. boxes: of the parent."""
+        named = {box_name(name, box): stored for (name, box), stored in boxes.items()}
+        return cls(parent, {name: stored_hash(stored) for name, stored in named.items()}, named)
 
     @classmethod
     def from_written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
@@ -217,10 +220,6 @@ def depends_on(stored: StoredTensor) -> str:
     return "" if other is None else other[0]
 
 
-Boxes = Mapping[tuple[str, Box], StoredTensor]
-"""Stored tensors by the name of the tensor and the box."""
-
-
 def read_boxes(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]]) -> Boxes:
     """Read boxes of a checkpoint. chain: ``Run.chain`` of it."""
     by_name: dict[str, list[Box]] = {}
@@ -238,8 +237,7 @@ def base_of_boxes(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]])
         for entry, box in own
         if (known := header.by_name.get(entry.name)) and known.shape == entry.shape and not known.external
     ]
-    boxes = {box_name(name, box): stored for (name, box), stored in read_boxes(chain, there).items()}
-    return Base.of_boxes(Parent(header.step, header.identity), boxes)
+    return Base.of_boxes(Parent(header.step, header.identity), read_boxes(chain, there))
 
 
 def write_part(
