@@ -163,8 +163,7 @@ class Restorer:
             self.skipped += broken
             return [Parent(summary.step, summary.identity) for summary in reversed(summaries)]
 
-        rank_zero = self.group.rank == 0
-        return self.group.from_rank_0(self.group.run_on_all_ranks(lambda: found() if rank_zero else []))
+        return self.group.made_by_rank_0(found)
 
     def _open(self, candidate: Parent) -> tuple[CheckpointFile | None, CheckpointError | None]:
         """Open a checkpoint. Returns the error if it is missing or its header is damaged, and what is in its place."""

@@ -66,13 +66,15 @@ Boxes = Mapping[tuple[str, Box], StoredTensor]
 class Base:
     """What the next delta is conditioned on: a checkpoint of the run, its tensors as stored, and their hashes.
 
-    shapes: of a loaded checkpoint, those of the whole tensors, of which a rank may hold a part.
+    shapes: of a loaded checkpoint, those of the whole tensors, of which a rank may hold a part. of_part: whether the
+    tensors are boxes, by their names in the part that this process has written or will write.
     """
 
     parent: Parent
     hashes: Mapping[str, str]
     tensors: Mapping[str, StoredTensor]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    of_part: bool = False
 
     @classmethod
     def from_loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
@@ -84,7 +86,7 @@ class Base:
     def of_boxes(cls, parent: Parent, boxes: Boxes) -> Base:
         """Return the base for a part. boxes: of the parent."""
         named = {box_name(name, box): stored for (name, box), stored in boxes.items()}
-        return cls(parent, {name: stored_hash(stored) for name, stored in named.items()}, named)
+        return cls(parent, {name: stored_hash(stored) for name, stored in named.items()}, named, of_part=True)
 
     @classmethod
     def from_written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
@@ -286,7 +288,7 @@ def write_part(
         np.array([entry.size for entry in entries], dtype=np.int64),
         np.array([entry.needs_parent for entry in entries], dtype=bool),
     )
-    return found, Base.from_written(written.header, tensors, base)
+    return found, replace(Base.from_written(written.header, tensors, base), of_part=True)
 
 
 def _in_part(boxes: Boxes, stored: StoredTensor, box: Box) -> StoredTensor:
