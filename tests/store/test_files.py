@@ -14,7 +14,7 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.interop.packing import Packer, compress
-from dynaquant.store import flock
+from dynaquant.store import locks
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.run import Run
 from dynaquant.store.tags import remove_tag, set_tag, tags_of
@@ -287,8 +287,8 @@ def test_a_temporary_file_that_another_process_took_for_a_leftover_is_made_again
         with real(path) as found:
             yield found
 
-    real = flock.locked
-    monkeypatch.setattr(flock, "locked", locked_too_late)
+    real = locks.locked
+    monkeypatch.setattr(locks, "locked", locked_too_late)
     with atomic_file(tmp_path / "out") as file:
         file.write(b"whole")
     assert deleted

@@ -4,8 +4,8 @@ from threading import Event
 
 import pytest
 
-from dynaquant.store import in_order as module
-from dynaquant.store.in_order import in_order
+from dynaquant.store import threads as module
+from dynaquant.store.threads import in_order
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

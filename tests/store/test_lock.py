@@ -16,7 +16,7 @@ from without_root import without_root
 
 import dynaquant as dq
 from dynaquant.errors import CheckpointError
-from dynaquant.store import writer_lock
+from dynaquant.store import locks
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch as branch_run
 from dynaquant.store.retention import Retention, prune
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_locked_gets_a_lock_file(run, monkeypatch, code)
         with pytest.raises(CheckpointError, match=r"process \d+ on .* is writing to this run") as caught, run.locked():
             pass
         assert f"process {os.getpid()} on " in str(caught.value)
-        assert f"delete {run.folder / writer_lock.LOCK_FILE}" in str(caught.value)
+        assert f"delete {run.folder / locks.LOCK_FILE}" in str(caught.value)
         series(run, [2])
     assert sorted(contents(run.folder)) == ["step-000000000001.dqc", "step-000000000002.dqc"]
     with run.locked():
@@ -187,7 +187,7 @@ def unsupported(*_):
     raise OSError(errno.ENOLCK, "No locks available")
 fcntl.flock = unsupported
 from pathlib import Path
-from dynaquant.store.writer_lock import lock_for_writing
+from dynaquant.store.locks import lock_for_writing
 with lock_for_writing(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.readline()
@@ -203,15 +203,15 @@ def test_a_run_stays_locked_until_the_other_process_ends_even_if_it_is_killed(ru
         with pytest.raises(CheckpointError, match=rf"process {other.pid} on .* is writing to this run"), run.locked():
             pass
         other.stdin.write("\n")
-    assert (run.folder / writer_lock.LOCK_FILE).exists()
+    assert (run.folder / locks.LOCK_FILE).exists()
     with run.locked():
         series(run, [1])
     assert run.steps() == [1]
 
 
 def owned_by(run: Run, **owner) -> None:
-    known = {"machine": writer_lock._machine(), "pid": os.getpid(), "token": "of another process"}
-    (run.folder / writer_lock.LOCK_FILE).write_text(json.dumps({**known, **owner}))
+    known = {"machine": locks._machine(), "pid": os.getpid(), "token": "of another process"}
+    (run.folder / locks.LOCK_FILE).write_text(json.dumps({**known, **owner}))
 
 
 @pytest.mark.usefixtures("no_flock")
@@ -219,7 +219,7 @@ def test_a_process_of_another_machine_is_never_assumed_to_have_ended(run):
     owned_by(run, machine="elsewhere pid:[1]", pid=2**30)
     with pytest.raises(CheckpointError, match=r"on elsewhere .*If it no longer runs, delete"), run.locked():
         pass
-    (run.folder / writer_lock.LOCK_FILE).unlink()
+    (run.folder / locks.LOCK_FILE).unlink()
     with run.locked():
         series(run, [1])
 
@@ -234,10 +234,10 @@ def test_the_lock_of_a_killed_process_with_the_same_number_is_taken_over(run):
 @pytest.mark.usefixtures("no_flock")
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": "x"}'])
 def test_a_lock_file_without_an_owner_is_kept(run, content):
-    (run.folder / writer_lock.LOCK_FILE).write_text(content)
+    (run.folder / locks.LOCK_FILE).write_text(content)
     with pytest.raises(CheckpointError, match="is writing to this run, or was killed while doing so"), run.locked():
         pass
-    assert (run.folder / writer_lock.LOCK_FILE).read_text() == content
+    assert (run.folder / locks.LOCK_FILE).read_text() == content
 
 
 @pytest.mark.usefixtures("no_flock")
@@ -247,13 +247,13 @@ def test_a_writer_whose_lock_file_was_replaced_stops_writing(run):
         owned_by(run, pid=1)
         with pytest.raises(CheckpointError, match="no longer names this process but process 1 on"):
             series(run, [2])
-    assert (run.folder / writer_lock.LOCK_FILE).exists()  # the file belongs to another writer
+    assert (run.folder / locks.LOCK_FILE).exists()  # the file belongs to another writer
     assert run.steps() == [1]
 
 
 @pytest.mark.usefixtures("no_flock")
 def test_a_forked_child_that_leaves_the_block_does_not_release_the_lock(run):
-    held = writer_lock.lock_for_writing(run.folder)
+    held = locks.lock_for_writing(run.folder)
     held.__enter__()
     child = os.fork()
     if child == 0:
@@ -262,9 +262,9 @@ def test_a_forked_child_that_leaves_the_block_does_not_release_the_lock(run):
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert (run.folder / writer_lock.LOCK_FILE).exists()
+    assert (run.folder / locks.LOCK_FILE).exists()
     held.__exit__(None, None, None)
-    assert not (run.folder / writer_lock.LOCK_FILE).exists()
+    assert not (run.folder / locks.LOCK_FILE).exists()
 
 
 def test_files_of_another_writer_in_the_new_folder_are_left_alone(run, monkeypatch):

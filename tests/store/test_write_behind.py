@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dynaquant.store.write_behind import MOST_BEHIND, WORTH_A_WRITE, WriteBehind
+from dynaquant.store.threads import MOST_BEHIND, WORTH_A_WRITE, WriteBehind
 
 
 class Slow(io.BytesIO):

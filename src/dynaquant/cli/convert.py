@@ -86,7 +86,7 @@ def compress(
     """
     from dynaquant.interop.packing import compress as compress_file
     from dynaquant.store.container import CheckpointFile
-    from dynaquant.store.listing import SUFFIX
+    from dynaquant.store.run import SUFFIX
 
     if out is None:
         named = source if source.name not in ("", "..") else source.resolve()

@@ -39,7 +39,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     from dynaquant.store.catalogue import Listed
     from dynaquant.store.chain import FROZEN
     from dynaquant.store.container import open_if_exists
-    from dynaquant.store.listing import checkpoint_paths
+    from dynaquant.store.run import checkpoint_paths
     from dynaquant.store.tags import is_tagged, tags_of
 
     run, listing = open_run(folder)

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from dynaquant.demo.crashes import Outcome, arguments_for, run_training
 from dynaquant.saving.record import Record, Size, record_of
-from dynaquant.store.listing import SUFFIX
-from dynaquant.store.run import Run
+from dynaquant.store.run import SUFFIX, Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.forms.stored import form_of, in_one, values_of
 from dynaquant.store.chain import detect_run_changes
 from dynaquant.store.container import CheckpointFile
-from dynaquant.store.out_of_memory import explain_out_of_memory
+from dynaquant.store.decoding import explain_out_of_memory
 from dynaquant.store.reading import load_tensor
 from dynaquant.store.run import Run
 

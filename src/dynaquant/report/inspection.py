@@ -13,8 +13,7 @@ from dynaquant.saving.record import Size, sizes_by_role
 from dynaquant.store.chain import FROZEN, needed_entries, open_frozen, part_paths
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
-from dynaquant.store.listing import checkpoint_paths
-from dynaquant.store.run import Run
+from dynaquant.store.run import Run, checkpoint_paths
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.errors import StateError
 from dynaquant.formatting import plural
 from dynaquant.ranks.dtensors import tied_keys
-from dynaquant.restore.model_tensors import expanded_error, renaming_problem, tied_problem
+from dynaquant.restore.model_tensors import expanded_error, listed, renaming_problem, tied_problem
 from dynaquant.state import wrappers
 from dynaquant.state.plain_objects import PlainObject, has_method, leaves
 from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
@@ -24,8 +24,6 @@ from dynaquant.training.collect import state_by_object, stored_rng_state
 from dynaquant.training.expanded import can_hold
 from dynaquant.training.objects import CLASSES, GENERATOR, MAIN, PARAMETERS, RNG, class_of
 
-_MOST_LISTED = 10
-"""Differences that a message lists."""
 MOST_IN_SHORT = 3
 """Differences that a warning shows."""
 
@@ -155,8 +153,7 @@ def _leave_out_other_values_of_tied(
 def raise_if_any(problems: list[str], what: str, advice: str) -> None:
     """Raise StateError with the list of problems, if there are any. what: the checkpoint, in words."""
     if problems:
-        more = [f"… and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
-        shown = "\n  ".join(problems[:_MOST_LISTED] + more)
+        shown = listed(problems)
         raise StateError(f"{what} does not fit the objects to restore:\n  {shown}\nNothing was changed. {advice}")
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynaquant.engine import kernels
 from dynaquant.engine.forms.external import externals
@@ -17,7 +17,7 @@ from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, local_of
 from dynaquant.state.flatten import flatten
 from dynaquant.state.tree import objects_in, strides_in, tensor_names_in
-from dynaquant.state.wrappers import named_parameters
+from dynaquant.state.wrappers import parameters_in
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.objects import MAIN
 
@@ -25,17 +25,6 @@ _HYPERPARAMETER = re.compile(r"optimizer(\.[^.]+)?\.param_groups\.")
 """Names of tensors that are compared with the stored ones before a restore, so they cannot be filled early."""
 STATE = ".state."
 """Stands between the name of an optimizer and that of a parameter, in the name of a tensor."""
-
-
-def parameters_of(objects: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the parameters of all modules by every name that they have in the state."""
-    # Not those in state dicts: hooks of a module may give other tensors there than its parameters.
-    return {
-        f"{name}.{path}": parameter
-        for name, thing in objects.items()
-        if isinstance(thing, nn.Module)
-        for path, parameter in named_parameters(thing, remove_duplicate=False)
-    }
 
 
 def wanted_strides(
@@ -47,7 +36,7 @@ def wanted_strides(
     parameter has now: fused optimizers go through both in the order of memory. tree: of the stored state. targets: the
     DTensors whose parts are stored.
     """
-    before, parameters = strides_in(tree), parameters_of(objects)
+    before, parameters = strides_in(tree), parameters_in(objects, remove_duplicate=False)
     wanted = {name: strides for name, strides in before.items() if name not in targets}
     for name, tensor in stored.items():
         path = name.partition(STATE)[2].rpartition(".")[0]

@@ -17,9 +17,10 @@ from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, shard_of
-from dynaquant.restore.in_place import STATE, parameters_of
+from dynaquant.restore.in_place import STATE
 from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import is_of_a_rank
+from dynaquant.state.wrappers import parameters_in
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.entry import Entry
 from dynaquant.store.reading import Tensors, load_all, load_boxes
@@ -65,7 +66,7 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
         if not isinstance(thing, CHECKED):
             with suppress(Exception):
                 own.update(flatten(collect({name: thing}))[1])
-    parameters = parameters_of(objects)
+    parameters = parameters_in(objects, remove_duplicate=False)
     found: dict[str, Tensor] = {}
     whole: list[str] = []
     for entry in header.entries:

@@ -21,6 +21,9 @@ log = logging.getLogger("dynaquant")
 
 _T = TypeVar("_T")
 
+_MOST_LISTED = 10
+"""Differences that a message lists."""
+
 Models = nn.Module | Mapping[str, nn.Module]
 """A model, which may be wrapped, or several by name."""
 
@@ -137,9 +140,14 @@ def targets_in(model: Models, file: CheckpointFile, strict: bool, hashes: HashCa
     fitting = {name: target for name, target in own.items() if name in names and name not in wrong}
     if problems and (strict or not fitting):
         problems = renaming_problem(model, own, names) + problems
-        shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
-        raise StateError(f"{file.path} does not fit the model:\n  {shown}\nNothing was changed.")
+        raise StateError(f"{file.path} does not fit the model:\n  {listed(problems)}\nNothing was changed.")
     return {(names[name], target.data_ptr()): target for name, target in fitting.items()}, problems
+
+
+def listed(problems: list[str]) -> str:
+    """Return the first problems, one a line, and how many more there are."""
+    more = [f"… and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
+    return "\n  ".join(problems[:_MOST_LISTED] + more)
 
 
 def renaming_problem(model: Models, own: Collection[str], stored: Collection[str]) -> list[str]:

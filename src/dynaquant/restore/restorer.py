@@ -24,8 +24,8 @@ from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.plain_objects import leaves
 from dynaquant.store.container import CheckpointFile, Parent
+from dynaquant.store.decoding import explain_out_of_memory
 from dynaquant.store.files import raise_if_unavailable
-from dynaquant.store.out_of_memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
@@ -163,8 +163,7 @@ class Restorer:
             self.skipped += broken
             return [Parent(summary.step, summary.identity) for summary in reversed(summaries)]
 
-        rank_zero = self.group.rank == 0
-        return self.group.from_rank_0(self.group.run_on_all_ranks(lambda: found() if rank_zero else []))
+        return self.group.made_by_rank_0(found)
 
     def _open(self, candidate: Parent) -> tuple[CheckpointFile | None, CheckpointError | None]:
         """Open a checkpoint. Returns the error if it is missing or its header is damaged, and what is in its place."""

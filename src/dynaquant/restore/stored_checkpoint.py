@@ -22,8 +22,8 @@ from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, node_at, tensor_names_in
 from dynaquant.store.chain import chain_of, detect_run_changes, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
+from dynaquant.store.decoding import explain_out_of_memory
 from dynaquant.store.files import user_path
-from dynaquant.store.out_of_memory import explain_out_of_memory
 from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_all, load_tensor, load_values
 from dynaquant.store.run import LOSSLESS_COPY, Run

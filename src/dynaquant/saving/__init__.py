@@ -10,14 +10,12 @@
 - ``turn.py``: one call of a Checkpointer at a time
 - ``saver.py``: the stages of a save, in order
 - ``rank_zero.py``: what only rank 0 does
-- ``capture.py``: the state as a tree and live tensors
+- ``capture.py``: the state as a tree and live tensors; those whose values the checkpoint does not hold
 - ``differences.py``: what differs between the ranks, and is stored for each of them
 - ``division.py``: how the tensors are divided among the ranks, and which rank writes what
-- ``finite.py``: notices a training that has diverged
 - ``source.py``: what is compressed: the state of a live training, of a file, or a part that another program hands over
-- ``training_source.py``: the state of a live training as a source, with the next five files
-- ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
-- ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect
+- ``training_source.py``: the state of a live training as a source, with the next four files
+- ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect, such as infinite weights
 - ``gradient_energy.py``: how strong gradients are, and how far the estimate of the loss can be trusted
 - ``gradient_alignment.py``: whether gradients are strong where weights are large, as the estimate takes for granted
 - ``moment_tolerances.py``: how coarse first moments may be

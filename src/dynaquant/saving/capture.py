@@ -1,4 +1,7 @@
-"""Captures the state of a training: a JSON tree, and the live tensors by name with their roles."""
+"""Captures the state of a training: a JSON tree, and the live tensors by name with their roles.
+
+Finds the tensors whose values a checkpoint does not hold: omitted ones, and those in a file of frozen parameters.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from dynaquant.engine import kernels
 from dynaquant.engine.bound import Bound
-from dynaquant.engine.forms.external import External
+from dynaquant.engine.forms.external import External, omitted
 from dynaquant.engine.label import Label
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.errors import StateError
@@ -22,10 +25,12 @@ from dynaquant.saving.rank_zero import rng_states_of_other_ranks
 from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import with_ranks
 from dynaquant.state.roles import compared_across_steps, labels, untrained
+from dynaquant.state.subclasses import owner_of
 from dynaquant.state.tree import without_tensors
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Base
 from dynaquant.training.collect import collect
+from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.moment_uses import exact_optimizers
 from dynaquant.training.objects import PARAMETERS, models_of
 from dynaquant.training.supported import notes_on_inner_optimizers, notes_on_other_names
@@ -103,14 +108,14 @@ def capture(
     idle = group.run_on_all_ranks(lambda: untrained(objects, updated))
     compared = group.run_on_all_ranks(lambda: compared_across_steps(objects))
     label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact, idle, compared))
-    omitted = {name for name, label in label_of.items() if label.role == "omit"}
-    if omitted and division is not None:
+    omit = {name for name, label in label_of.items() if label.role == "omit"}
+    if omit and division is not None:
         raise StateError(
-            f"{min(omitted)} has role 'omit', which sharded training does not support yet; without the role, what does "
+            f"{min(omit)} has role 'omit', which sharded training does not support yet; without the role, what does "
             "not change takes no space in the next checkpoints"
         )
-    tree = without_tensors(tree, omitted) if omitted else tree
-    left_out = {*omitted, *rank_0_only, *(division.shards.held if division is not None else ())}
+    tree = without_tensors(tree, omit) if omit else tree
+    left_out = {*omit, *rank_0_only, *(division.shards.held if division is not None else ())}
     differences = find_differences(tree, here, left_out, objects, differed, group)
     notes = [
         *differences.note(label_of),
@@ -137,3 +142,52 @@ def capture(
         differences=differences,
         notes=notes,
     )
+
+
+@dataclass(frozen=True)
+class FrozenParameters:
+    """Names of the parameters that do not train and are stored exactly.
+
+    unchanged: those that have not changed since the last checkpoint, or that are not in it.
+    """
+
+    names: frozenset[str]
+    unchanged: frozenset[str]
+
+
+def frozen_parameters(captured: Captured, hashes: HashCache) -> FrozenParameters:
+    """Return the frozen parameters of a state, with all that belongs to them.
+
+    A parameter that changes although it does not train, such as an average of weights, may change again. So it is not
+    among the unchanged.
+    """
+    exact = (name for name in captured.tensors if captured.labels[name].role == "exact")
+    idle = captured.untrained
+    names = {name for name in exact if name in idle or owner_of(name, idle)} if idle else set()
+    last = captured.last_hashes
+    changed = {name for name in names if name in last and hashes.of(name, captured.tensors[name]) != last[name]}
+    return FrozenParameters(frozenset(names), frozenset(names - changed))
+
+
+def in_frozen_files(captured: Captured, frozen: FrozenParameters) -> dict[str, External]:
+    """Return the unchanged frozen parameters that are in a file of the run already, by name."""
+    last = captured.last_external
+    return {name: last[name] for name in frozen.unchanged if name in last and last[name].file is not None}
+
+
+def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External]:
+    """Return the tensors of role ``omit`` by name, with their hashes.
+
+    Raises StateError if one has changed since the last checkpoint, as its new values would be lost.
+    """
+    found: dict[str, External] = {}
+    for name in (name for name, label in captured.labels.items() if label.role == "omit"):
+        tensor, last = captured.tensors[name], captured.last_external.get(name)
+        digest = hashes.of(name, tensor)
+        if last is not None and last.file is None and last.hash != digest:
+            raise StateError(
+                f"{name} is not stored (role 'omit'), and has changed since the last checkpoint: its new values would "
+                f"be lost, so nothing was saved; to store it, add {name!r}: 'exact' as the last role"
+            )
+        found[name] = omitted(name, tensor.dtype, tensor.shape, digest)
+    return found

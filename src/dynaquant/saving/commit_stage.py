@@ -49,7 +49,6 @@ class CommitStage:
         self._damaged, self._log_to = damaged, log_to
         self.base: Base | None = None
         """The checkpoint that was written or restored last. The next delta is conditioned on it."""
-        self._own_base: Base | None = None  # the same, if this rank has written a part of it: its boxes by name
         self.size_factor = 1.0
         """Bytes that the weights of deltas take, relative to their predicted size."""
         self.thread = BackgroundWriter[Record](self, release_run)
@@ -100,11 +99,10 @@ class CommitStage:
         self._damaged.discard(step)
         file = None if published is None else published[0]
         if division is None:
-            self.base, self._own_base = None if published is None else published[1], None
+            self.base = None if published is None else published[1]
         else:
             committed = Parent(step, group.from_rank_0("" if file is None else file.header.identity))
-            own = Base(committed, {}, {}) if part is None else replace(part[1], parent=committed)
-            self.base = self._own_base = own
+            self.base = Base(committed, {}, {}, of_part=True) if part is None else replace(part[1], parent=committed)
         return file, notes + (group.on_rank_0(lambda: self._prune(step)) or [])
 
     def _write_part(
@@ -114,7 +112,7 @@ class CommitStage:
         if division is None or (number := division.parts.get(self._group.rank)) is None:
             return None
         own = division.plan(checkpoint.labels, checkpoint.depends_on).boxes_of(number)
-        beside = base if base is None or base is self._own_base else division.base_of_part(base)
+        beside = base if base is None or base.of_part else division.base_of_part(base)
         return write_part(self._run.parts_folder, own, division.boxes(checkpoint.tensors), draft, beside)
 
     def _prepare(self, step: int) -> tuple[Parent | None, list[str]]:

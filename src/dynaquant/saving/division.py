@@ -23,7 +23,7 @@ from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, local_of, mesh_of, named_shard, ranks_of_one_copy
 from dynaquant.ranks.group import Group
-from dynaquant.store.layout import Layout, Place, Plan, box_name
+from dynaquant.store.layout import Layout, Place, Plan
 from dynaquant.store.writing import Base, planned
 from dynaquant.training.hash_cache import samples_of
 from dynaquant.training.objects import MAIN
@@ -130,8 +130,7 @@ class Division:
             for name, stored in base.tensors.items()
             if name in self.local and base.shapes.get(name) == self.shards.of(name, self.local[name]).shape
         }
-        boxes = self.boxes(alike)
-        return Base.of_boxes(base.parent, {box_name(name, box): stored for (name, box), stored in boxes.items()})
+        return Base.of_boxes(base.parent, self.boxes(alike))
 
 
 def boxes_of(shard: Shard) -> list[Box]:

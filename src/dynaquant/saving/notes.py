@@ -1,19 +1,29 @@
-"""Notes for the record on what a checkpoint holds otherwise than its user might expect."""
+"""Notes for the record on what a checkpoint holds otherwise than its user might expect.
+
+One is on weights that are infinite or NaN: the training has diverged, and needs an earlier checkpoint.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from dynaquant.engine import kernels
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.engine.tensors.strides import has_gaps
-from dynaquant.saving.capture import Captured
-from dynaquant.saving.frozen_and_omitted import FrozenParameters
+from dynaquant.ranks.group import Group
+from dynaquant.saving.capture import Captured, FrozenParameters
 from dynaquant.state.roles import matches, optimizer_role
+from dynaquant.store.run import Run
 from dynaquant.training.accumulated import Gradients
 from dynaquant.training.objects import RNG, class_of, models_of, optimizers_of, parameters_of
+
+log = logging.getLogger("dynaquant")
 
 
 def notes_on_exact_tensors(
@@ -45,6 +55,42 @@ def notes_on_gaps(captured: Captured, objects: Mapping[str, Any]) -> Iterator[st
             f"{found[0]}{more} have gaps in memory, or elements that share it (views of other tensors): a restore "
             "gives them the same values in memory of their own, without gaps"
         )
+
+
+def not_finite_weights(captured: Captured, quantized: Collection[str], group: Group) -> list[str]:
+    """Return the names of the weights that have an infinite or NaN value on any rank. Collective.
+
+    quantized: names of the weights that are stored as levels. All their values are finite, so they are not read again.
+    """
+    names = [name for name, label in captured.labels.items() if label.role == "weight" and name not in quantized]
+    tensors = {name: captured.small_on_host[name] for name in names if name in captured.small_on_host}
+    weights = {name: each for name, each in tensors.items() if each.dtype in QUANTIZABLE_DTYPES and each.numel()}
+    found = group.all_gather(group.run_on_all_ranks(lambda: _not_finite(weights)))
+    return sorted({name for names in found for name in names})
+
+
+def _not_finite(weights: dict[str, Tensor]) -> list[str]:
+    return [name for name, both in kernels.all_extremes(weights).items() if not all(map(math.isfinite, both))]
+
+
+def note_on_not_finite(names: list[str], run: Run) -> str:
+    """Return what a checkpoint with such weights means, and which one is better."""
+    more = f" and {len(names) - 1} other weights have" if len(names) > 1 else " has"
+    return f"{names[0]}{more} infinite or NaN values: unless they are meant, training has diverged. {_advice(run)}"
+
+
+def warn_of_not_finite(step: int, run: Run) -> None:
+    """Warn that the weights of a checkpoint that was restored are not finite."""
+    log.warning(
+        "step %d has infinite or NaN weights: unless they are meant, training had diverged. %s", step, _advice(run)
+    )
+
+
+def _advice(run: Run) -> str:
+    finite = [summary.step for summary in run.summaries()[0] if summary.finite]
+    if not finite:
+        return "The run has no checkpoint with finite weights"
+    return f"The newest checkpoint with finite weights is step {finite[-1]}: restore(step={finite[-1]})"
 
 
 def _on_parameters_without_optimizer(objects: Mapping[str, Any], frozen: FrozenParameters) -> Iterator[str]:

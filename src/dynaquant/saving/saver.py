@@ -13,12 +13,12 @@ from dynaquant.engine.bound import Bound
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.garbage import collection_paused
 from dynaquant.ranks.group import Group
-from dynaquant.saving import finite
 from dynaquant.saving.assemble import Compressed
 from dynaquant.saving.capture import Captured, capture
 from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.memory import Memory
+from dynaquant.saving.notes import not_finite_weights, note_on_not_finite, warn_of_not_finite
 from dynaquant.saving.rank_zero import keep_earlier_training
 from dynaquant.saving.record import Record, json_of, record_without_file, timed
 from dynaquant.saving.schedule import Schedule
@@ -110,7 +110,7 @@ class Saver:
         with timed(seconds, "capture"):
             # A half-precision weight may be infinite where its master weight, which is stored, is not.
             as_levels = compressed.quantized_weights - source.master_of.keys()
-            not_finite = finite.not_finite(captured, as_levels, self._group)
+            not_finite = not_finite_weights(captured, as_levels, self._group)
             compressed = captured.differences.add(compressed, self._group)
         cost = _cost(compressed.decision)
         schedule.saved(_typical_seconds(seconds, compressed.decision, memory.typical_cost(cost)))
@@ -150,7 +150,7 @@ class Saver:
         """
         self._writer.base = Base.from_loaded(header, stored)
         if not header.summary.finite and self._group.rank == 0:
-            finite.warn_of_restored(header.step, self._run)
+            warn_of_not_finite(header.step, self._run)
         own = {name: tensor for name, tensor in tensors.items() if name in restored}
         self._training.forget()
         schedule = copy(self.schedule)
@@ -194,7 +194,7 @@ class Saver:
         decision = compressed.decision
         notes = [*compressed.notes, *self._corrections.notes]
         if not_finite:
-            notes.append(finite.said_of(not_finite, self._run))
+            notes.append(note_on_not_finite(not_finite, self._run))
             if not self._memory.diverged and self._group.rank == 0:
                 log.warning(notes[-1])
         record = json_of(decision, memory.schedule.interval, seconds, notes) | memory.to_record(source.displaced)

@@ -13,10 +13,9 @@ from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.methods.method import Method
 from dynaquant.ranks.dtensors import memory_of
 from dynaquant.ranks.group import Group
-from dynaquant.saving.capture import Captured
+from dynaquant.saving.capture import Captured, frozen_parameters, in_frozen_files, omitted_tensors
 from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.division import divide
-from dynaquant.saving.frozen_and_omitted import frozen_parameters, in_frozen_files, omitted_tensors
 from dynaquant.saving.gradient_alignment import gradient_alignment
 from dynaquant.saving.gradient_energy import GradientEnergy, gradient_energy
 from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of, weights_of

@@ -16,7 +16,7 @@ from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import memory_of
 from dynaquant.state.subclasses import inner_tensors, is_wrapper, owner_of
-from dynaquant.state.wrappers import bare_paths, named_parameters
+from dynaquant.state.wrappers import bare_paths, named_parameters, parameters_in
 
 _GIVEN = tuple(role for role in get_args(Role) if role != "bound")
 """The roles that a pattern may name."""
@@ -154,7 +154,7 @@ def untrained(objects: Mapping[str, Any], updated: Collection[str] = ()) -> froz
     weights.
     """
     trained = _updated_memory(thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer))
-    own = _parameters_of(objects)
+    own = parameters_in(objects)
     of_models = {name: memory_of(parameter) for name, parameter in own.items() if _is_of_model(name)}
     known = trained & set(of_models.values())
     others_trained = trained != known
@@ -183,17 +183,11 @@ def compared_across_steps(objects: Mapping[str, Any]) -> frozenset[str]:
     if not comparing:
         return frozenset()
     trained = _updated_memory(comparing)
-    return frozenset(name for name, parameter in _parameters_of(objects).items() if memory_of(parameter) in trained)
+    return frozenset(name for name, parameter in parameters_in(objects).items() if memory_of(parameter) in trained)
 
 
 def _updated_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[Any]:
     return {memory_of(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-
-def _parameters_of(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """Return the parameters of all modules by name; tied ones by their first name in each."""
-    modules = {prefix: module for prefix, module in objects.items() if isinstance(module, nn.Module)}
-    return {f"{s}.{path}": parameter for s, module in modules.items() for path, parameter in named_parameters(module)}
 
 
 def _is_of_model(name: str) -> bool:

@@ -44,6 +44,16 @@ def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterat
         yield _bare_name(name, paths), parameter
 
 
+def parameters_in(objects: Mapping[str, Any], remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """Return the parameters of all modules among the objects, by their names in the state.
+
+    remove_duplicate: whether a tied one has only the first of its names in each module.
+    """
+    # Not those in state dicts: hooks of a module may give other tensors there than its parameters.
+    modules = {name: thing for name, thing in objects.items() if isinstance(thing, nn.Module)}
+    return {f"{n}.{path}": p for n, module in modules.items() for path, p in named_parameters(module, remove_duplicate)}
+
+
 def broadcast_buffers(module: nn.Module) -> set[str]:
     """Return the names, in the bare model, of the buffers that DistributedDataParallel copies from rank 0 to all."""
     found: set[int] = set()

@@ -2,28 +2,22 @@
 
 The files, in reading order:
 
-- ``files.py``: checks, opens and syncs files and folders
-- ``in_order.py``: applies a function to items on several threads, in their order
-- ``flock.py``: locks that the system drops when a process dies
+- ``files.py``: checks, opens, reads and syncs files and folders
+- ``threads.py``: work on other threads: results in order, writes behind
+- ``locks.py``: locks that the system drops when a process dies; one writer per run
 - ``atomic_files.py``: writes a file or folder atomically; deletes the temporary files of killed processes
-- ``entry.py``: what a header says about one tensor
-- ``features.py``: what a reader must know to read a file
+- ``entry.py``: what a header says about one tensor, and what a reader must know to read it
 - ``layout.py``: the parts of a checkpoint, and where the boxes of its tensors are
-- ``content.py``: reads any part of an open file, on a disk or in memory
-- ``write_behind.py``: writes to a file on a thread of its own
 - ``container.py``: one checkpoint file
-- ``out_of_memory.py``: an error that says how much memory a tensor needs
 - ``chain.py``: opens all files of a checkpoint (parents, parts, frozen parameters), and retries if the writer changes
   the run meanwhile
-- ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files
-- ``decoding.py``: decodes one entry of a file
+- ``decoding.py``: decodes one entry of a file, and explains its errors
+- ``frozen_tensors.py``: checks and copies the files of frozen parameters
 - ``reading.py``: decodes tensors, or boxes of them, from a file, its parts and its parents
 - ``writing.py``: encodes a checkpoint, or a part of one, to a file, and verifies the file
 - ``single_file.py``: writes a checkpoint file outside of runs
 - ``catalogue.py``: what a listing says of each checkpoint, in one file
-- ``listing.py``: lists the checkpoint files in a folder
 - ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder, and their lossless copies
-- ``writer_lock.py``: one writer per run
 - ``tags.py``: names for checkpoints
 - ``unneeded.py``: finds files that no checkpoint needs any more
 - ``commit.py``: ``WritableRun`` commits checkpoints atomically, re-codes and deletes them

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store import flock
+from dynaquant.store import locks
 from dynaquant.store.files import add_disk_full_note, check_output, check_parent, sync, sync_parent
 
 _LONGEST_STEM = 100
@@ -99,7 +99,7 @@ def _temporary(out: Path, create: Callable[[Path], None]) -> Iterator[Path]:
                 create(path)
                 # Until it is locked, another process may take it for a leftover, lock it, and delete it.
                 with suppress(FileNotFoundError):
-                    lock.enter_context(flock.locked(path))
+                    lock.enter_context(locks.locked(path))
                     if path.exists():
                         break
                 lock.close()
@@ -118,12 +118,12 @@ def _temporary(out: Path, create: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def _delete_unless_in_use(leftover: Path) -> None:
-    if not flock.AVAILABLE:
+    if not locks.AVAILABLE:
         return
     with suppress(OSError):
         descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            if not flock.lock(descriptor):
+            if not locks.lock(descriptor):
                 return
             if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 shutil.rmtree(leftover)

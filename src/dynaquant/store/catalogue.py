@@ -125,20 +125,23 @@ class Catalogue:
         self._written = 0  # lines in the file
         self._changed = False  # whether there is more to know than the file says
 
-    def find(self, path: Path, status: os.stat_result) -> Line | None:
+    def find(self, name: str, status: os.stat_result) -> Line | None:
         """Return the line of a checkpoint, or None if the catalogue does not describe this file.
 
-        status: of the file. If its time is another one, as after ``cp -r``, its header is read, but not parsed.
+        name, status: of the file. If its time is another one, as after ``cp -r``, its header is read, but not parsed.
         """
         lines = self._known()
-        line = lines.get(path.name)
+        line = lines.get(name)
         if line is None or line.size != status.st_size:
             return None
         if line.modified == status.st_mtime_ns:
             return line
-        with suppress(CheckpointError, OSError), open_file(path) as file:  # whoever opens it says what is wrong
+        with (
+            suppress(CheckpointError, OSError),
+            open_file(self._path.with_name(name)) as file,
+        ):  # whoever opens it says what is wrong
             if stored_header(file, status.st_size)[2] == line.address:
-                lines[path.name] = line = replace(line, modified=status.st_mtime_ns)
+                lines[name] = line = replace(line, modified=status.st_mtime_ns)
                 self._changed = True
                 return line
         return None

@@ -9,35 +9,33 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dynaquant.engine.forms.external import External
-from dynaquant.engine.forms.form import StoredTensor
-from dynaquant.engine.forms.scheme import Coder
 from dynaquant.engine.forms.stored import form_of, values_of
-from dynaquant.engine.label import Label
 from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.atomic_files import keep_mode
 from dynaquant.store.chain import frozen_name, open_part, parent_of
 from dynaquant.store.container import CheckpointFile, Header, Parent
-from dynaquant.store.files import add_disk_full_note, file_version, make_folder, sync, sync_parent
-from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
+from dynaquant.store.decoding import tensor_in
+from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
+from dynaquant.store.frozen_tensors import FrozenFiles
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import Plan
-from dynaquant.store.listing import STEP, SUFFIX, checkpoint_paths
+from dynaquant.store.locks import WriterLock, lock_for_writing
 from dynaquant.store.reading import load_all
-from dynaquant.store.run import LOSSLESS_COPY, Run
+from dynaquant.store.run import LOSSLESS_COPY, STEP, SUFFIX, Run, checkpoint_paths
 from dynaquant.store.unneeded import unneeded
-from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import (
     TEMPORARY,
     Base,
     Checkpoint,
+    Draft,
     WrittenPart,
     base_of_boxes,
     coder_of,
@@ -108,16 +106,16 @@ class WritableRun(Run):
         return self.publish(self.begin(checkpoint.step, base.parent if base else None), checkpoint, base)
 
     def begin(self, step: int, parent: Parent | None, parts: bool = False) -> Header:
-        """Begin a commit. Returns a draft of the manifest.
+        """Begin a commit. Returns what is known of the manifest.
 
         parts: whether parts are written before it is published. Until then nothing refers to them, so ``abandon`` must
         be called if the commit fails. If this process is killed, the next writer deletes them.
         """
         self.check_lock()
-        draft = Header(step, self._next_sequence(), parent, {}, (), {})
+        begun = Header(step, self._next_sequence(), parent, {}, (), {})
         if parts:
             self._begin_parts()
-        return draft
+        return begun
 
     def _begin_parts(self) -> None:
         try:
@@ -140,7 +138,7 @@ class WritableRun(Run):
 
     def publish(
         self,
-        draft: Header,
+        begun: Header,
         checkpoint: Checkpoint,
         base: Base | None = None,
         plan: Plan | None = None,
@@ -148,7 +146,7 @@ class WritableRun(Run):
     ) -> tuple[CheckpointFile, Base]:
         """Write the manifest of a checkpoint, with its tensors in the same file, and add it to the run: the commit.
 
-        draft: of ``begin``. plan, parts: if the tensors are in parts, which are all written; then the file has none.
+        begun: of ``begin``. plan, parts: if the tensors are in parts, which are all written; then the file has none.
 
         With a lossless copy, both files are written and verified first. Then the copy is renamed to its final name, and
         then the checkpoint, which completes the commit. Last, copies that are not needed any more are deleted.
@@ -158,26 +156,21 @@ class WritableRun(Run):
         any error the run is as before. One exception: if syncing the folder fails, the checkpoint is in place, and a
         note of the error says so.
         """
-        draft = replace(draft, tree=checkpoint.tree, record={**checkpoint.record, LOSSLESS_COPY: None})
-        path, path_of_copy = self.path(checkpoint.step), self.copy_path(draft)
+        header = replace(begun, tree=checkpoint.tree, record={**checkpoint.record, LOSSLESS_COPY: None})
+        path, path_of_copy = self.path(checkpoint.step), self.copy_path(header)
         labels, frozen_tensors = checkpoint.labels, self._write_frozen(checkpoint)
         tensors = {**checkpoint.tensors, **frozen_tensors} if frozen_tensors else checkpoint.tensors
         if plan is not None:
-            draft, tensors = with_parts(draft, plan, parts), {}
+            header, tensors = with_parts(header, plan, parts), {}
         with ExitStack() as undo:
             copy = None
             if checkpoint.lossless_copy is not None:
-                copy = self._write_temporary(
-                    replace(draft, record=checkpoint.record, parent=None),
-                    {**checkpoint.lossless_copy, **frozen_tensors},
-                    labels,
-                    None,
-                    "conditional",
-                    path_of_copy,
-                )
+                of_copy = replace(header, record=checkpoint.record, parent=None)
+                exact = {**checkpoint.lossless_copy, **frozen_tensors}
+                copy = self._write_temporary(Draft(of_copy, exact, labels), path_of_copy)
                 undo.callback(self._delete_uncommitted, copy.path)
-                draft.record[LOSSLESS_COPY] = copy.header.identity
-            written = self._write_temporary(draft, tensors, labels, base, checkpoint.coder, path)
+                header.record[LOSSLESS_COPY] = copy.header.identity
+            written = self._write_temporary(Draft(header, tensors, labels, base, checkpoint.coder), path)
             undo.callback(self._delete_uncommitted, written.path)
             self.frozen_files.verify(written)
             if copy is not None:
@@ -192,8 +185,7 @@ class WritableRun(Run):
         self._parts_begun = False
         if replaces:
             log.info("replaced step %d", checkpoint.step)
-        self._summaries[file_version(path.stat())] = file.header.summary
-        self._newest = self._highest = draft.sequence
+        self._newest = self._highest = header.sequence
         try:
             self.delete_unneeded()
         except OSError as error:
@@ -209,9 +201,9 @@ class WritableRun(Run):
         new = {name: values_of(tensor) for name, tensor in given.items() if not form_of(tensor).external}
         if sum(tensor.nbytes for tensor in new.values()) < MIN_FROZEN_BYTES:
             return {}
-        draft = Header(step=0, sequence=0, parent=None, tree=state_dict_tree(new), entries=(), record={})
+        header = Header(step=0, sequence=0, parent=None, tree=state_dict_tree(new), entries=(), record={})
         path = self.folder / f"frozen{SUFFIX}"
-        written = self._write_temporary(draft, new, checkpoint.labels, None, "conditional", path)
+        written = self._write_temporary(Draft(header, new, checkpoint.labels), path)
         file = self._rename(written, path.with_name(frozen_name(written.header.identity)))
         self.frozen_files.mark_sound(file)
         return {entry.name: tensor_in(file, entry) for entry in file.header.entries}
@@ -236,22 +228,13 @@ class WritableRun(Run):
             )
         return found
 
-    def _write_temporary(
-        self,
-        draft: Header,
-        tensors: Mapping[str, StoredTensor],
-        labels: Mapping[str, Label],
-        base: Base | None,
-        coder: Coder,
-        path: Path,
-        identity: str | None = None,
-    ) -> CheckpointFile:
+    def _write_temporary(self, draft: Draft, path: Path, identity: str | None = None) -> CheckpointFile:
         """Write and verify a file under a temporary name. identity: that it must have, if it is re-coded."""
         self.check_lock()
         temporary = path.with_name(path.name + TEMPORARY)
         try:
             with temporary.open("wb") as out:
-                written = written_file(out, draft, tensors, labels, base, coder, again=identity is not None)
+                written = written_file(out, draft)
             keep_mode(temporary, path)
             if identity not in (None, written.header.identity):
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
@@ -267,10 +250,12 @@ class WritableRun(Run):
 
     def _check_parent(self, written: CheckpointFile) -> None:
         """Raise CheckpointError if the parent of a delta is not there, or is another checkpoint."""
-        # A file of which this object has a summary is read again only if it has changed since.
+        # A file of which the catalogue has a line is read again only if it has changed since.
         if (parent := written.header.parent) is not None and parent.file is None:
             with suppress(OSError):
-                known = self._summaries.get(file_version(self.path(parent.step).stat()))
+                path = self.path(parent.step)
+                line = self.catalogue.find(path.name, path.stat())
+                known = None if line is None else line.summary
                 if known and known.identity == parent.identity and known.sequence < written.header.sequence:
                     return
         parent_of(written, self.path)
@@ -306,7 +291,7 @@ class WritableRun(Run):
         file, above = chain[0], None if base is None else base[0].header
         plan, out = plan_of(file.header), path or self.folder / file.path.name
         parent = None if above is None else Parent(above.step, above.identity)
-        draft = replace(file.header, parent=parent, record=record or file.header.record)
+        header = replace(file.header, parent=parent, record=record or file.header.record)
         labels = {entry.name: entry.label for entry in file.header.entries}
         whole = [entry.name for entry in file.header.entries if entry.scheme.layout_number is None]
         try:
@@ -315,13 +300,14 @@ class WritableRun(Run):
                 self._begin_parts()
                 own = plan.boxes_of(number)
                 beside = None if base is None else base_of_boxes(base, own)
-                written.append(write_part(self.parts_folder, own, read_boxes(chain, own), draft, beside, again=True)[0])
-            draft = with_parts(draft, plan, written)
+                boxes = read_boxes(chain, own)
+                written.append(write_part(self.parts_folder, own, boxes, header, beside, again=True)[0])
+            header = with_parts(header, plan, written)
             # All of the new parent is decoded, so that nothing is conditioned on a damaged checkpoint.
             beside = None if base is None or not whole else Base.from_loaded(base[0].header, load_all(base))
             tensors = load_all(chain, whole)
-            again = self._write_temporary(draft, tensors, labels, beside, coder_of(file), out, file.header.identity)
-            renamed = self._rename(again, out)
+            draft = Draft(header, tensors, labels, beside, coder_of(file), again=True)
+            renamed = self._rename(self._write_temporary(draft, out, file.header.identity), out)
         except BaseException:
             self.abandon()
             raise

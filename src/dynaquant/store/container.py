@@ -22,15 +22,13 @@ from dynaquant.cached import cached_property
 from dynaquant.errors import CheckpointError, RunChangedError, UnreadableError
 from dynaquant.garbage import collection_paused
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
-from dynaquant.store.content import InMemory, OnDisk, read_at
-from dynaquant.store.entry import Entry
-from dynaquant.store.features import check_features, required_features
-from dynaquant.store.files import FileVersion, file_version, is_missing, is_reference, open_file
+from dynaquant.store.entry import Entry, check_features, required_features
+from dynaquant.store.files import FileVersion, InMemory, OnDisk, file_version, is_missing, is_reference, open_file
 from dynaquant.store.layout import Layout, PartFile, check_layouts, parts_from_json, parts_to_json
-from dynaquant.store.write_behind import WriteBehind
+from dynaquant.store.threads import WriteBehind
 
 FORMAT_VERSION = 1
-"""The version that is written and read. A file that needs more says so in its header (``features.py``)."""
+"""The version that is written and read. A file that needs more says so in its header (``entry.check_features``)."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
 """First and last eight bytes of a file. As in PNG, they detect a transfer that changed line endings."""
 
@@ -321,7 +319,7 @@ class CheckpointFile:
     @property
     def in_memory(self) -> bool:
         """Whether the file is not on a disk, so that its path is only a name."""
-        return isinstance(self._open, InMemory)
+        return self.version is None
 
     @property
     def total_size(self) -> int:
@@ -333,7 +331,7 @@ class CheckpointFile:
 
         Raises RunChangedError then if the file was replaced.
         """
-        if isinstance(self._open, OnDisk):
+        if not self.in_memory:
             self._open = None
 
     def is_at(self, path: Path) -> bool:
@@ -349,9 +347,7 @@ class CheckpointFile:
 
     def read_all(self) -> bytes:
         """Return the whole file, even if it was replaced or deleted since it was opened."""
-        if self._open is None:
-            return self.path.read_bytes()
-        return self._open.read_at(0, self.size)
+        return self._content().read_at(0, self.size)
 
     def renamed(self, path: Path) -> CheckpointFile:
         """Return the same open file under another name."""
@@ -361,20 +357,21 @@ class CheckpointFile:
 
     def read(self, entry: Entry) -> bytes:
         """Return the stream of one tensor. Raises CheckpointError if the file cannot be read."""
-        offset = self._offsets[entry.name]
         try:
-            if self._open is not None:
-                stream = self._open.read_at(offset, entry.size)
-            else:
-                with open_file(self.path) as file:
-                    if file_version(os.fstat(file.fileno())) != self.version:
-                        raise RunChangedError(f"{self.path}: was replaced while it was read")
-                    stream = read_at(file.fileno(), offset, entry.size)
+            stream = self._content().read_at(self._offsets[entry.name], entry.size)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
         if len(stream) != entry.size:
             raise CheckpointError(f"{self.path}: truncated while it was open")
         return stream
+
+    def _content(self) -> OnDisk | InMemory:
+        if self._open is not None:
+            return self._open
+        with open_file(self.path) as file:
+            if file_version(os.fstat(file.fileno())) != self.version:
+                raise RunChangedError(f"{self.path}: was replaced while it was read")
+            return OnDisk(os.dup(file.fileno()))
 
 
 def is_step(value: Any) -> bool:

@@ -1,25 +1,31 @@
-"""Decodes one entry of a checkpoint file: a tensor, or boxes of it from parts. What it depends on is given."""
+"""Decodes one entry of a checkpoint file: a tensor, or boxes of it from parts. What it depends on is given.
+
+An error says whether the tensor is damaged, or whether there is too little memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from dynaquant.engine.forms.external import External, omitted
 from dynaquant.engine.forms.form import Coded, StoredTensor, stored_equal
 from dynaquant.engine.forms.patchwork import Patchwork, boxes_of, patchwork
 from dynaquant.engine.forms.registry import decode, decodes_to
-from dynaquant.engine.forms.stored import cut, in_one, known_by, stored_hash
+from dynaquant.engine.forms.stored import cut, in_one, known_by, stored_hash, values_of
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named
+from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_tensors
-from dynaquant.store.chain import open_part
+from dynaquant.formatting import in_bytes, plural
+from dynaquant.store.chain import open_frozen, open_part
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import HashOfBoxes, Layout, Place, box_name, layout_of
-from dynaquant.store.out_of_memory import explain_damage
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,37 @@ class StoredBox:
 
 class WrongValuesError(CheckpointError):
     """A tensor does not decode to the values that were stored: it, or a tensor of an ancestor, is damaged."""
+
+
+@contextmanager
+def explain_damage(file: CheckpointFile, entry: Entry) -> Iterator[None]:
+    """Wrap a block that decodes a tensor. Raises CheckpointError for ValueErrors and if there is too little memory."""
+    try:
+        with explain_out_of_memory(file, entry):
+            yield
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+
+
+@contextmanager
+def explain_out_of_memory(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
+    """Wrap a block that decodes these tensors of a file. A small file can claim that its tensors are large.
+
+    Raises CheckpointError, with the memory they would take, if there is not enough.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # PyTorch's words
+            raise
+        what = f"tensor {entries[0].name}" if len(entries) == 1 else plural(len(entries), "tensor")
+        raw, stored = (
+            sum(sizes) for sizes in zip(*((entry.raw_size, entry.stored_size) for entry in entries), strict=True)
+        )
+        raise CheckpointError(
+            f"{file.path}: there is not enough memory to decode {what}: the file claims {in_bytes(raw)} and stores "
+            f"{in_bytes(stored)}; use a machine with more memory"
+        ) from MemoryError(str(error))
 
 
 def places_of(file: CheckpointFile, entry: Entry) -> Layout:
@@ -82,7 +119,7 @@ def decode_entry(
         assert parent is not None
         return parent
     if entry.external:
-        return frozen_tensors.external_tensor(file, entry)
+        return external_tensor(file, entry)
     other = others.get(entry.scheme.depends_on or "")
     stored = stored_boxes(file, entry) if boxes is None else boxes
     if entry.scheme.layout_number is None:
@@ -130,6 +167,35 @@ def _coded(
     overwrite: bool = False,
 ) -> Coded:
     return Coded(dtype_named(entry.dtype), torch.Size(entry.shape), file.read(entry), in_one(parent), other, overwrite)
+
+
+def external_tensor(file: CheckpointFile, entry: Entry) -> External:
+    """Return the tensor of an entry whose values are not in the checkpoint: frozen or omitted.
+
+    Raises CheckpointError if the file of frozen parameters does not hold it.
+    """
+    if (identity := entry.scheme.frozen_file) is not None:
+        holder = open_frozen(file, identity)
+        found = holder.header.by_name.get(entry.name)
+        fits = found is not None and (found.dtype, found.shape, found.hash) == (entry.dtype, entry.shape, entry.hash)
+        if found is None or not fits or not found.scheme.is_exact or found.needs_parent:
+            raise CheckpointError(f"{file.path}: {entry.name} is not in {holder.path.name}, where it should be")
+        return tensor_in(holder, found)
+    return omitted(entry.name, dtype_named(entry.dtype), torch.Size(entry.shape), entry.hash)
+
+
+def tensor_in(holder: CheckpointFile, entry: Entry) -> External:
+    """Return a tensor of a file of frozen parameters. Its values are decoded and checked when asked for."""
+    dtype, shape = dtype_named(entry.dtype), torch.Size(entry.shape)
+
+    def values() -> Tensor:
+        with explain_damage(holder, entry):
+            tensor = values_of(decode(entry.scheme, Coded(dtype, shape, holder.read(entry))))
+        if tensor_hash(tensor) != entry.hash:
+            raise CheckpointError(f"{holder.path}: tensor {entry.name} does not decode to the values that were stored")
+        return tensor
+
+    return External(dtype, shape, entry.hash, holder.header.identity, values)
 
 
 def holds(

@@ -1,9 +1,14 @@
-"""The entry of a tensor in a checkpoint's header, checked when it is read (docs/format.md, "Tensor entries")."""
+"""The entry of a tensor in a checkpoint's header, checked when it is read (docs/format.md, "Tensor entries").
+
+A feature that is not part of format version 1, such as a kind of coding, has a name. A writer lists those that a file
+uses, and a reader that lacks one refuses the file and names it, before it reads anything else of the header.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -11,11 +16,13 @@ from dynaquant.engine.forms import schemes
 from dynaquant.engine.forms.scheme import MAX_EXPANSION, Scheme
 from dynaquant.engine.label import Label, Role
 from dynaquant.engine.tensors.element_types import ITEM_SIZES, QUANTIZABLE
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, UnreadableError
 
 # Computed once: a header has hundreds of entries, and a restore reads several headers.
 _ROLES = frozenset(get_args(Role))
 _HASH = re.compile("[0-9a-f]{64}")
+_CODING = "coding "
+"""A feature that begins with it is a kind of coding, which follows."""
 
 
 @dataclass(frozen=True)
@@ -130,3 +137,19 @@ def _check(entry: Entry) -> None:
         raise ValueError("it has a shape that no tensor has")
     if scheme.has_stream and not scheme.needs_parent and raw_size > MAX_EXPANSION * entry.size:
         raise ValueError("its stream is too small for its shape")
+
+
+def required_features(entries: Iterable[Entry]) -> list[str]:
+    """Return the features that a reader of a header with these entries must know, beyond format version 1."""
+    kinds = {entry.scheme.kind for entry in entries}
+    return sorted(f"{_CODING}{kind}" for kind in kinds - schemes.OF_VERSION_1)
+
+
+def check_features(required: Any) -> None:
+    """Raise UnreadableError if a header requires a feature that this reader lacks; ValueError if it is no list."""
+    if not isinstance(required, list) or not all(isinstance(name, str) and name.isprintable() for name in required):
+        raise ValueError("what it requires is not a list of names")
+    known = {f"{_CODING}{kind}" for kind in schemes.KINDS}
+    lacking = [name for name in required if name not in known]
+    if lacking:
+        raise UnreadableError(f"needs what this dynaquant cannot read: {', '.join(lacking)}; install a newer one")

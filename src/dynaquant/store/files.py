@@ -1,10 +1,11 @@
-"""Checks, opens and syncs files and folders; explains the errors of a full disk."""
+"""Checks, opens, reads and syncs files and folders; explains the errors of a full disk."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dynaquant.errors import CheckpointError, UnreadableError
-from dynaquant.store.in_order import begun
+from dynaquant.store.threads import begun
 
 _DISK_FULL = {
     errno.ENOSPC: "the disk is full: free some space and try again, or choose a path on another disk",
@@ -106,6 +107,45 @@ def open_file(path: Path) -> BinaryIO:
             return os.fdopen(descriptor, "rb")
         os.close(descriptor)
     raise CheckpointError(f"{path} is {kind}, not a file")
+
+
+_PIECE = 2**30
+"""Bytes read in one call; some systems refuse 2 GiB and more."""
+
+
+class InMemory:
+    """The content of an open file that is not on a disk."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Return the bytes from an offset on; fewer at the end."""
+        return self._content[offset : offset + size]
+
+
+class OnDisk:
+    """The content of an open file: its descriptor, which is closed when nothing refers to this object any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        # Not at exit: the background thread may still be writing the last checkpoint, and read it back.
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Return the bytes from an offset on; fewer at the end of the file."""
+        parts = []
+        while size:
+            if hasattr(os, "pread"):  # preferred, because forked processes share the file position
+                part = os.pread(self.descriptor, min(size, _PIECE), offset)
+            else:
+                os.lseek(self.descriptor, offset, os.SEEK_SET)
+                part = os.read(self.descriptor, min(size, _PIECE))
+            if not part:
+                break
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b"".join(parts)
 
 
 _FOLDERS_CANNOT_BE_SYNCED = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}

@@ -1,4 +1,4 @@
-"""Decodes tensors of files of frozen parameters, and checks and copies such files."""
+"""Files of frozen parameters in a run's folder: finds those that can be used, checks and copies them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from dynaquant.engine.forms.external import External, externals, omitted
-from dynaquant.engine.forms.form import Coded, StoredTensor
-from dynaquant.engine.forms.registry import decode
-from dynaquant.engine.forms.stored import values_of
-from dynaquant.engine.tensors.dtypes import dtype_named
-from dynaquant.engine.tensors.hashing import tensor_hash
+from dynaquant.engine.forms.external import External, externals
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.store.chain import frozen_name, open_frozen
 from dynaquant.store.container import CheckpointFile
-from dynaquant.store.entry import Entry
+from dynaquant.store.decoding import tensor_in
 from dynaquant.store.files import sync, sync_parent
-from dynaquant.store.out_of_memory import explain_damage
 
 
 def verify(holder: CheckpointFile) -> None:
@@ -82,32 +74,3 @@ def copy_to(holder: CheckpointFile, folder: Path) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_parent(path)
-
-
-def external_tensor(file: CheckpointFile, entry: Entry) -> External:
-    """Return the tensor of an entry whose values are not in the checkpoint: frozen or omitted.
-
-    Raises CheckpointError if the file of frozen parameters does not hold it.
-    """
-    if (identity := entry.scheme.frozen_file) is not None:
-        holder = open_frozen(file, identity)
-        found = holder.header.by_name.get(entry.name)
-        fits = found is not None and (found.dtype, found.shape, found.hash) == (entry.dtype, entry.shape, entry.hash)
-        if found is None or not fits or not found.scheme.is_exact or found.needs_parent:
-            raise CheckpointError(f"{file.path}: {entry.name} is not in {holder.path.name}, where it should be")
-        return tensor_in(holder, found)
-    return omitted(entry.name, dtype_named(entry.dtype), torch.Size(entry.shape), entry.hash)
-
-
-def tensor_in(holder: CheckpointFile, entry: Entry) -> External:
-    """Return a tensor of a file of frozen parameters. Its values are decoded and checked when asked for."""
-    dtype, shape = dtype_named(entry.dtype), torch.Size(entry.shape)
-
-    def values() -> Tensor:
-        with explain_damage(holder, entry):
-            tensor = values_of(decode(entry.scheme, Coded(dtype, shape, holder.read(entry))))
-        if tensor_hash(tensor) != entry.hash:
-            raise CheckpointError(f"{holder.path}: tensor {entry.name} does not decode to the values that were stored")
-        return tensor
-
-    return External(dtype, shape, entry.hash, holder.header.identity, values)

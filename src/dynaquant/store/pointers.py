@@ -16,8 +16,7 @@ from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, is_step
 from dynaquant.store.files import is_reference, open_file
-from dynaquant.store.listing import STEP, checkpoint_paths
-from dynaquant.store.run import Run
+from dynaquant.store.run import STEP, Run, checkpoint_paths
 
 RUN_FOLDER = "dynaquant"
 """The folder of a run in the folder where a framework keeps its checkpoints."""

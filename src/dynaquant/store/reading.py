@@ -26,14 +26,14 @@ from dynaquant.store.decoding import (
     check_reference,
     check_values,
     decode_entry,
+    explain_damage,
     places_of,
     stored_boxes,
     wrong_values,
 )
 from dynaquant.store.entry import Entry
-from dynaquant.store.in_order import in_order
 from dynaquant.store.layout import Place
-from dynaquant.store.out_of_memory import explain_damage
+from dynaquant.store.threads import in_order
 
 T = TypeVar("T")
 Tensors = dict[str, StoredTensor]

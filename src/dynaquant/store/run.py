@@ -9,26 +9,80 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store.catalogue import Catalogue, Line, Listed
-from dynaquant.store.chain import chain_of, name_step_in_errors
+from dynaquant.store.chain import ATTEMPTS, chain_of, name_step_in_errors
 from dynaquant.store.container import CheckpointFile, Header, Parent, Summary, is_step, open_if_exists
-from dynaquant.store.files import FileVersion, file_version, non_file_kind, user_path
-from dynaquant.store.listing import REPLACED, STEP, SUFFIX, checkpoint_paths, read_each
+from dynaquant.store.files import is_missing, non_file_kind, user_path
 
 if TYPE_CHECKING:
     from dynaquant.store.reading import Tensors
 
 log = logging.getLogger("dynaquant")
+T = TypeVar("T")
+
+SUFFIX = ".dqc"
+STEP = "step-"
+"""What the name of a step's file begins with."""
+REPLACED = "replaced-"
+"""What the name of a checkpoint begins with that was replaced, but is kept for its tags."""
 LOSSLESS_COPY = "exact"
 """Key of a record: the identity of the lossless copy, or None."""
 EXACT_WEIGHTS = "exact_weights"
 """Key of a record: true if the copy is exact in its weights only, and has all other tensors as in the checkpoint."""
 _COPY_NAME = re.compile(r"exact-\d{12,}-\d{12,}\.dqc")
+
+
+def checkpoint_paths(folder: Path, prefix: str) -> list[Path]:
+    """Return the checkpoint files whose names begin with ``prefix``, sorted by name.
+
+    Raises CheckpointError if the folder cannot be read.
+    """
+    return [folder / name for name in _names(folder, prefix)]
+
+
+def _names(folder: Path, prefix: str) -> list[str]:
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted(name for name in names if name.startswith(prefix) and name.endswith(SUFFIX))
+
+
+def read_each(folder: Path, prefix: str, read: Callable[[str], T]) -> tuple[list[T], list[CheckpointError]]:
+    """Call ``read`` with the name of each file that begins with ``prefix``. Returns its results, and the errors of the
+    files that cannot be read.
+
+    Lists the folder again if a listed file was deleted before it was read. ``read`` gets no path, because to make one
+    takes longer than to look at a file that is known.
+    """
+    for _ in range(ATTEMPTS):
+        found: list[T] = []
+        broken: list[CheckpointError] = []
+        missing: list[str] = []
+        for name in _names(folder, prefix):
+            try:
+                found.append(read(name))
+            except (OSError, CheckpointError) as error:
+                if is_missing(error):
+                    missing.append(name)
+                broken.append(error if isinstance(error, CheckpointError) else _unreadable(folder / name, error))
+        # A missing file that is still listed is a dangling link. It was not deleted, so a retry would not help.
+        if not missing or set(missing) & set(_names(folder, prefix)):
+            break
+    return found, broken
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    found = CheckpointError(f"{path}: cannot be read ({error.strerror})")
+    found.__cause__ = error
+    return found
 
 
 class Run:
@@ -41,7 +95,6 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = user_path(folder)
         self.catalogue = Catalogue(self.folder)
-        self._summaries: dict[FileVersion, Summary] = {}
         self._newest = 0  # highest sequence number in the last listing
         self._highest = 0  # highest sequence number ever seen here
         self._seen: set[int] = set()  # steps that this object has found in the folder
@@ -53,31 +106,24 @@ class Run:
 
     def summaries(self) -> tuple[list[Summary], list[CheckpointError]]:
         """Return the checkpoints with valid headers, oldest commit first, and the errors of the others."""
-        known, folder = self._summaries, os.path.join(self.folder, "")
-
-        def read(name: str) -> tuple[FileVersion, Summary]:
-            version = file_version(status := os.stat(folder + name))
-            summary = known.get(version) or self._line(self.folder / name, status).summary
-            self._check_name(name, summary.step)
-            return version, summary
-
-        found, broken = read_each(self.folder, STEP, read)
-        self._summaries = dict(found)
-        self._seen.update(summary.step for _, summary in found)
-        self._newest = max((summary.sequence for _, summary in found), default=0)
+        found, broken = read_each(self.folder, STEP, lambda name: self._line(name).summary)
+        self._seen.update(summary.step for summary in found)
+        self._newest = max((summary.sequence for summary in found), default=0)
         self._highest = max(self._highest, self._newest)
-        return sorted(self._summaries.values(), key=lambda summary: (summary.sequence, summary.step)), broken
+        return sorted(found, key=lambda summary: (summary.sequence, summary.step)), broken
 
-    def _line(self, path: Path, status: os.stat_result) -> Line:
-        return self.catalogue.find(path, status) or self.catalogue.remember(CheckpointFile(path))
+    def _line(self, name: str) -> Line:
+        # No path is made for a file that is known: that takes longer than to look at it.
+        status = os.stat(os.path.join(self.folder, name))
+        line = self.catalogue.find(name, status) or self.catalogue.remember(CheckpointFile(self.folder / name))
+        self._check_name(name, line.summary.step)
+        return line
 
     def listing(self) -> tuple[list[Listed], list[CheckpointError]]:
         """Like ``summaries``, but with records and sizes. With a catalogue, no checkpoint is opened."""
 
         def read(name: str) -> Listed:
-            path = self.folder / name
-            line = self._line(path, path.stat())
-            self._check_name(name, line.summary.step)
+            path, line = self.folder / name, self._line(name)
             try:
                 return line.listed(path)
             except ValueError:

@@ -10,7 +10,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.files import is_reference
-from dynaquant.store.writing import Base, Checkpoint, verify_written, write_checkpoint, written_file
+from dynaquant.store.writing import Base, Checkpoint, Draft, verify_written, write_checkpoint, written_file
 
 
 def write_file(
@@ -30,10 +30,9 @@ def write_file(
     Raises CheckpointError if ``out`` cannot be a file, OSError if it cannot be written.
     """
     out = out.resolve() if out.is_symlink() else out
-    draft = _draft(checkpoint, parent, out)
+    draft = _draft(checkpoint, parent, base, out)
     with atomic_file(out) as file:
-        tensors, labels, coder = checkpoint.tensors, checkpoint.labels, checkpoint.coder
-        written = written_file(file, draft, tensors, labels, base, coder, threads=threads)
+        written = written_file(file, draft, threads)
     return written.renamed(out)
 
 
@@ -41,22 +40,17 @@ def write_in_memory(
     checkpoint: Checkpoint, parent: CheckpointFile | None = None, base: Base | None = None, threads: int = 1
 ) -> CheckpointFile:
     """Write a checkpoint to memory and verify it. ``read_all`` of the result returns its bytes."""
-    out, draft = io.BytesIO(), _draft(checkpoint, parent, None)
-    write_checkpoint(out, draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder, threads=threads)
+    out, draft = io.BytesIO(), _draft(checkpoint, parent, base, None)
+    write_checkpoint(out, draft, threads)
     written = CheckpointFile(Path("the file in memory"), out.getvalue())
-    verify_written(written, checkpoint.tensors, base, threads)
+    verify_written(written, draft, threads)
     return written
 
 
-def _draft(checkpoint: Checkpoint, parent: CheckpointFile | None, out: Path | None) -> Header:
-    return Header(
-        step=checkpoint.step,
-        sequence=1 if parent is None else parent.header.sequence + 1,
-        parent=None if parent is None else _as_parent(parent, out),
-        tree=checkpoint.tree,
-        entries=(),
-        record=checkpoint.record,
-    )
+def _draft(checkpoint: Checkpoint, parent: CheckpointFile | None, base: Base | None, out: Path | None) -> Draft:
+    sequence, above = (1, None) if parent is None else (parent.header.sequence + 1, _as_parent(parent, out))
+    header = Header(checkpoint.step, sequence, above, checkpoint.tree, (), checkpoint.record)
+    return Draft(header, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder)
 
 
 def _as_parent(parent: CheckpointFile, out: Path | None) -> Parent:

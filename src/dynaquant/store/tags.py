@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store import flock
+from dynaquant.store import locks
 from dynaquant.store.container import CheckpointFile, Header, Summary, is_step
 from dynaquant.store.files import make_folder, open_file, sync, sync_parent
 from dynaquant.store.run import Run
@@ -88,7 +88,7 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
     tag = Tag(name, file.header.step, file.header.identity)
     path = run.folder / FOLDER / name
     make_folder(path.parent)
-    with flock.locked(path.parent) as alone:
+    with locks.locked(path.parent) as alone:
         if alone:  # temporary files here were left by killed processes
             for leftover in path.parent.glob(".*.tmp"):
                 leftover.unlink()

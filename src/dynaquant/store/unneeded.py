@@ -13,8 +13,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.store.chain import FROZEN, frozen_name, is_frozen_name
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import is_part_name, part_name
-from dynaquant.store.listing import checkpoint_paths
-from dynaquant.store.run import EXACT_WEIGHTS, Run
+from dynaquant.store.run import EXACT_WEIGHTS, Run, checkpoint_paths
 from dynaquant.store.tags import tags_of
 
 

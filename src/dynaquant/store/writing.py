@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,10 +29,9 @@ from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, 
 from dynaquant.store.decoding import holds
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import add_disk_full_note, sync_parent, syncing
-from dynaquant.store.in_order import in_order
 from dynaquant.store.layout import HashOfBoxes, PartFile, Plan, box_name, layout_of, part_name
 from dynaquant.store.reading import load_boxes
-from dynaquant.store.write_behind import WriteBehind
+from dynaquant.store.threads import WriteBehind, in_order
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,23 @@ class Checkpoint:
 
 TEMPORARY = ".tmp"
 """What the name of a file that is being written ends with."""
+Boxes = Mapping[tuple[str, Box], StoredTensor]
+"""Stored tensors by the name of the tensor and the box."""
 
 
 @dataclass(frozen=True)
 class Base:
     """What the next delta is conditioned on: a checkpoint of the run, its tensors as stored, and their hashes.
 
-    shapes: of a loaded checkpoint, those of the whole tensors, of which a rank may hold a part.
+    shapes: of a loaded checkpoint, those of the whole tensors, of which a rank may hold a part. of_part: whether the
+    tensors are boxes, by their names in the part that this process has written or will write.
     """
 
     parent: Parent
     hashes: Mapping[str, str]
     tensors: Mapping[str, StoredTensor]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    of_part: bool = False
 
     @classmethod
     def from_loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
@@ -79,9 +83,10 @@ class Base:
         return cls(Parent(header.step, header.identity), _hashes(header), tensors, shapes)
 
     @classmethod
-    def of_boxes(cls, parent: Parent, boxes: Mapping[str, StoredTensor]) -> Base:
-        """Return the base for a part. boxes: of the parent, by their name in a part."""
-        return cls(parent, {name: stored_hash(stored) for name, stored in boxes.items()}, boxes)
+    def of_boxes(cls, parent: Parent, boxes: Boxes) -> Base:
+        """Return the base for a part. boxes: of the parent."""
+        named = {box_name(name, box): stored for (name, box), stored in boxes.items()}
+        return cls(parent, {name: stored_hash(stored) for name, stored in named.items()}, named, of_part=True)
 
     @classmethod
     def from_written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
@@ -109,71 +114,67 @@ def coder_of(file: CheckpointFile) -> Coder:
     return "rearranged" if published else "conditional"
 
 
-def encode_entry(
-    name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder, again: bool
-) -> tuple[Entry, bytes]:
-    """Return the entry and the stream of a tensor.
+@dataclass(frozen=True)
+class Draft:
+    """A file that is to be written.
 
-    again: True when re-coding. Other files may depend on its levels, so these must not change.
+    header: without the entries of ``tensors``; those of tensors in parts stay. labels: of the tensors. base: what the
+    tensors are conditioned on; None for a keyframe. coder: for the levels of weights. again: whether the file is
+    re-coded. Others may depend on its levels then, so these must not change.
     """
-    stored = form_of(tensors[name])
+
+    header: Header
+    tensors: Mapping[str, StoredTensor]
+    labels: Mapping[str, Label]
+    base: Base | None = None
+    coder: Coder = "conditional"
+    again: bool = False
+
+
+def encode_entry(draft: Draft, name: str) -> tuple[Entry, bytes]:
+    """Return the entry and the stream of a tensor."""
+    label, base, stored = draft.labels[name], draft.base, form_of(draft.tensors[name])
     digest = stored.digest()
     parent = in_one(base.tensors.get(name)) if base else None
-    if base is not None and base.hashes.get(name) == digest and can_refer_to(stored, parent, again):
+    if base is not None and base.hashes.get(name) == digest and can_refer_to(stored, parent, draft.again):
         return Entry(name, label, dtype_name(stored.dtype), stored.shape, digest, 0, Reference()), b""
-    if stored.other is not None and tensors.get(stored.other[0]) is not stored.other[1]:
+    if stored.other is not None and draft.tensors.get(stored.other[0]) is not stored.other[1]:
         stored = form_of(stored.values())  # e.g. in units of a second moment that has changed since
-    scheme, coded = stored.encode(parent, coder)
+    scheme, coded = stored.encode(parent, draft.coder)
     return Entry(name, label, dtype_name(stored.dtype), stored.shape, digest, len(coded), scheme), coded
 
 
-def write_checkpoint(
-    out: BinaryIO,
-    draft: Header,
-    tensors: Mapping[str, StoredTensor],
-    labels: Mapping[str, Label],
-    base: Base | None,
-    coder: Coder,
-    again: bool = False,
-    threads: int = 1,
-) -> None:
-    """Write a file: the streams of the tensors, then ``draft`` with their entries.
+def write_checkpoint(out: BinaryIO, draft: Draft, threads: int = 1) -> None:
+    """Write a file: the streams of the tensors, then the header with their entries.
 
-    The entries of ``draft`` in parts stay. again: it is re-coded, and others may depend on its levels. threads: how
-    many tensors are encoded at a time. Streams wait in memory to be written (``write_behind.MOST_BEHIND``), and with
-    more than one thread also to be their turn (``in_order.MOST_BYTES``). The file need not be on the disk afterwards
-    (``files.syncing``).
+    threads: how many tensors are encoded at a time. Streams wait in memory to be written (``threads.MOST_BEHIND``), and
+    with more than one thread also to be their turn (``threads.MOST_BYTES``). The file need not be on the disk
+    afterwards (``files.syncing``).
     """
-    entries = [entry for entry in draft.entries if entry.scheme.layout_number is not None]
-
-    def encoded(name: str) -> tuple[Entry, bytes]:
-        return encode_entry(name, tensors, labels[name], base, coder, again)
-
+    entries = [entry for entry in draft.header.entries if entry.scheme.layout_number is not None]
     with WriteBehind(out) as file:
         writer = CheckpointWriter(file)
-        for entry, coded in in_order(encoded, tensors, threads, lambda found: len(found[1])):
+        for entry, coded in in_order(partial(encode_entry, draft), draft.tensors, threads, lambda each: len(each[1])):
             entries.append(entry)
             writer.add(coded)
-        writer.finish(replace(draft, entries=tuple(entries)))
+        writer.finish(replace(draft.header, entries=tuple(entries)))
 
 
-def verify_written(
-    file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None, threads: int = 1
-) -> None:
+def verify_written(file: CheckpointFile, draft: Draft, threads: int = 1) -> None:
     """Decode a file that was just written and compare it with the tensors that were to be stored.
 
     threads: how many tensors are decoded at a time. Raises CheckpointError for the first wrong tensor.
     """
-    parents = base.tensors if base else {}
+    parents = draft.base.tensors if draft.base else {}
 
     def is_right(entry: Entry) -> bool:
         # A reference has the hash of the base, which was verified when it was written or loaded.
         if entry.scheme.is_reference:
             return True
-        wanted = tensors[entry.name]
+        wanted = draft.tensors[entry.name]
         if entry.scheme.is_exact:
             wanted = values_of(wanted)
-        return holds(file, entry, parents.get(entry.name), tensors, wanted)
+        return holds(file, entry, parents.get(entry.name), draft.tensors, wanted)
 
     entries = [entry for entry in file.header.entries if entry.scheme.layout_number is None]
     for entry, right in zip(entries, in_order(is_right, entries, threads), strict=True):
@@ -181,21 +182,12 @@ def verify_written(
             raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")
 
 
-def written_file(
-    out: BinaryIO,
-    draft: Header,
-    tensors: Mapping[str, StoredTensor],
-    labels: Mapping[str, Label],
-    base: Base | None,
-    coder: Coder = "conditional",
-    again: bool = False,
-    threads: int = 1,
-) -> CheckpointFile:
-    """Write a file, read it back and compare it while it gets on the disk. Arguments: of ``write_checkpoint``."""
-    write_checkpoint(out, draft, tensors, labels, base, coder, again, threads)
+def written_file(out: BinaryIO, draft: Draft, threads: int = 1) -> CheckpointFile:
+    """Write a file, read it back and compare it while it gets on the disk. threads: as for ``write_checkpoint``."""
+    write_checkpoint(out, draft, threads)
     with syncing(out):
         written = CheckpointFile(Path(out.name))
-        verify_written(written, tensors, base, threads)
+        verify_written(written, draft, threads)
     return written
 
 
@@ -230,10 +222,6 @@ def depends_on(stored: StoredTensor) -> str:
     return "" if other is None else other[0]
 
 
-Boxes = Mapping[tuple[str, Box], StoredTensor]
-"""Stored tensors by the name of the tensor and the box."""
-
-
 def read_boxes(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]]) -> Boxes:
     """Read boxes of a checkpoint. chain: ``Run.chain`` of it."""
     by_name: dict[str, list[Box]] = {}
@@ -251,21 +239,20 @@ def base_of_boxes(chain: list[CheckpointFile], own: Iterable[tuple[Entry, Box]])
         for entry, box in own
         if (known := header.by_name.get(entry.name)) and known.shape == entry.shape and not known.external
     ]
-    boxes = {box_name(name, box): stored for (name, box), stored in read_boxes(chain, there).items()}
-    return Base.of_boxes(Parent(header.step, header.identity), boxes)
+    return Base.of_boxes(Parent(header.step, header.identity), read_boxes(chain, there))
 
 
 def write_part(
     folder: Path,
     own: Sequence[tuple[Entry, Box]],
     boxes: Boxes,
-    draft: Header,
+    manifest: Header,
     base: Base | None,
     again: bool = False,
 ) -> tuple[WrittenPart, Base]:
     """Write a part, make it durable, read it back and compare it with what was to be stored. Name it by its content.
 
-    folder: of the parts. own: its boxes, in order. boxes: what is stored of them. draft: of the checkpoint. base: boxes
+    folder: of the parts. own: its boxes, in order. boxes: what is stored of them. manifest: begun. base: boxes
     of the last checkpoint, by their name in a part. Returns what the manifest has to know, and the next part's base.
     again: the part is re-coded, and others may depend on its levels. If this fails, a file may be left in the folder.
     """
@@ -282,11 +269,11 @@ def write_part(
     if base is not None:  # a box of another shape is not a parent
         fitting = {name: t for name, t in base.tensors.items() if name in tensors and t.shape == tensors[name].shape}
         base = replace(base, tensors=fitting, hashes={name: base.hashes[name] for name in fitting})
-    header = Header(draft.step, draft.sequence, base.parent if base else None, None, (), {})
+    header = Header(manifest.step, manifest.sequence, base.parent if base else None, None, (), {})
     temporary = folder / f"{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
     try:
         with temporary.open("wb") as out:
-            written = written_file(out, header, tensors, labels, base, again=again)
+            written = written_file(out, Draft(header, tensors, labels, base, again=again))
         path = folder / part_name(written.address)
         temporary.replace(path)
         sync_parent(path)
@@ -301,7 +288,7 @@ def write_part(
         np.array([entry.size for entry in entries], dtype=np.int64),
         np.array([entry.needs_parent for entry in entries], dtype=bool),
     )
-    return found, Base.from_written(written.header, tensors, base)
+    return found, replace(Base.from_written(written.header, tensors, base), of_part=True)
 
 
 def _in_part(boxes: Boxes, stored: StoredTensor, box: Box) -> StoredTensor:
@@ -314,8 +301,8 @@ def _in_part(boxes: Boxes, stored: StoredTensor, box: Box) -> StoredTensor:
     return stored
 
 
-def with_parts(draft: Header, plan: Plan, written: Sequence[WrittenPart]) -> Header:
-    """Return the header of a checkpoint whose parts are written. written: by number."""
+def with_parts(header: Header, plan: Plan, written: Sequence[WrittenPart]) -> Header:
+    """Return a header with what is in the parts, which are written. written: by number."""
     hash_of = [HashOfBoxes([place.box for place in layout]) for layout in plan.layouts]
     hashes = [part.hashes.tobytes().hex() for part in written]
     sizes = [part.sizes.tolist() for part in written]
@@ -334,4 +321,4 @@ def with_parts(draft: Header, plan: Plan, written: Sequence[WrittenPart]) -> Hea
         scheme = Sharded(layout, stored, entry.scheme.depends_on or "", needs_parent)
         entries.append(replace(entry, hash=digest, scheme=scheme))
     files = tuple(part.file for part in written)
-    return replace(draft, entries=tuple(entries), parts=files, layouts=plan.layouts)
+    return replace(header, entries=tuple(entries), parts=files, layouts=plan.layouts)

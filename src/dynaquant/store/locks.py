@@ -1,29 +1,82 @@
-"""One writer per run: locks a run's folder, and notices if another folder takes its place.
+"""Locks that the system drops when a process dies, however it dies; one writer per run.
 
-The lock is ``flock`` on the folder itself. The system drops it when the process dies, however it dies. Some network
-file systems have no ``flock``. There, a file in the folder names the process that holds the lock.
+The lock of a run is ``flock`` on its folder. Some network file systems have no ``flock``. There, a file in the folder
+names the process that holds the lock. A writer also notices if another folder takes the place of the run's.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store import flock
 from dynaquant.store.files import check_writable, make_folder
+
+try:
+    import fcntl
+
+    AVAILABLE = True
+except ImportError:  # Windows has none
+    AVAILABLE = False
+"""Whether this system has ``flock``. Some of its file systems may still lack it."""
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+"""Error numbers of ``flock`` on a file system without locks."""
 
 LOCK_FILE = "writer.lock"
 """The lock on file systems without ``flock``."""
 
 _locked: set[int] = set()  # descriptors of the folders that this process has locked
 _tokens: set[str] = set()  # of the lock files that this process holds
+
+
+def lock(descriptor: int, wait: bool = False) -> bool | None:
+    """Lock the open file or folder for this process alone. Returns whether it got the lock.
+
+    Returns None if the file system has no locks. wait: wait until no other process holds the lock. Raises OSError if
+    locking fails for another reason.
+    """
+    if not AVAILABLE:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return None
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Unlock the file or folder, also for forked processes that share the descriptor."""
+    if AVAILABLE:
+        with suppress(OSError):  # the file system may have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Lock a file or folder for the block, as soon as no other process does. Yields False if there are no locks."""
+    if not AVAILABLE:
+        yield False
+        return
+    descriptor, process = os.open(path, os.O_RDONLY), os.getpid()
+    try:
+        yield lock(descriptor, wait=True) is True
+    finally:
+        try:
+            if os.getpid() == process:  # a child forked meanwhile must not unlock for its parent
+                unlock(descriptor)  # and it may have the descriptor open
+        finally:
+            os.close(descriptor)
 
 
 def _release_in_child() -> None:
@@ -78,7 +131,7 @@ def lock_for_writing(folder: Path) -> Iterator[WriterLock]:
     Raises CheckpointError if another process, or another part of this one, holds the lock, if the folder is not
     writable, or if a file is in the way.
     """
-    if not flock.AVAILABLE:
+    if not AVAILABLE:
         raise CheckpointError(f"{folder}: runs can be written on Linux and macOS only; this system reads them")
     check_writable(folder)
     make_folder(folder)
@@ -87,7 +140,7 @@ def lock_for_writing(folder: Path) -> Iterator[WriterLock]:
     _locked.add(descriptor)
     file = None
     try:
-        got = flock.lock(descriptor)
+        got = lock(descriptor)
         if got is False:
             raise CheckpointError(
                 f"{folder}: another Checkpointer, here or in another process, is writing to this run; "
@@ -101,7 +154,7 @@ def lock_for_writing(folder: Path) -> Iterator[WriterLock]:
             file.release()
         if descriptor in _locked and os.getpid() == process:  # in a forked child, the number may be another file's
             _locked.remove(descriptor)
-            flock.unlock(descriptor)  # a child forked just now may not have closed it yet
+            unlock(descriptor)  # a child forked just now may not have closed it yet
             os.close(descriptor)
 
 

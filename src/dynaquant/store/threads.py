@@ -1,4 +1,4 @@
-"""Applies a function to items on several threads. The results come in the order of the items.
+"""Work on other threads: a function of items on several, with results in order, and writes to a file on one of its own.
 
 ``begun`` and ``submitted`` also work while the interpreter ends and starts no more threads.
 """
@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock, Semaphore
-from typing import TypeVar
+from types import TracebackType
+from typing import BinaryIO, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -17,6 +18,10 @@ MOST_WAITING = 64
 """Items that are at work, or whose results wait because an earlier one is not ready."""
 MOST_BYTES = 1 << 26
 """The size of the results that wait. Each item at work may add one more."""
+WORTH_A_WRITE = 1 << 20
+"""Bytes that are written together. A file that has no more needs no thread."""
+MOST_BEHIND = 1 << 25
+"""Bytes that wait to be written before the next ones are taken."""
 
 
 def in_order(
@@ -83,3 +88,56 @@ def submitted(pool: ThreadPoolExecutor, work: Callable[[Item], Result], item: It
         if "shutdown" not in str(error):
             raise
     return None
+
+
+class WriteBehind:
+    """A file whose ``write`` returns before the bytes are written, to be used in a ``with`` block.
+
+    Call ``flush`` at its end: what is not written by then is dropped. After the block the file can be closed.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(1, "dynaquant-write")
+        self._gathered: list[bytes] = []
+        self._size = 0  # of what is gathered
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._behind = 0  # bytes of what waits
+
+    def __enter__(self) -> WriteBehind:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes, on the other thread. Raises the error of an earlier write if it has failed by now."""
+        self._gathered.append(data)
+        self._size += len(data)
+        if self._size < WORTH_A_WRITE:
+            return
+        while self._behind > MOST_BEHIND or (self._waiting and self._waiting[0][0].done()):
+            self._wait()
+        if (written := submitted(self._pool, self._file.writelines, self._gathered)) is None:
+            self._write_here()
+            return
+        self._waiting.append((written, self._size))
+        self._behind += self._size
+        self._gathered, self._size = [], 0
+
+    def flush(self) -> None:
+        """Wait until all is written, and hand it to the system. Raises the error of a write if there was one."""
+        self._write_here()
+        self._file.flush()
+
+    def _write_here(self) -> None:
+        """Write what is gathered on this thread, after all that waits."""
+        while self._waiting:
+            self._wait()
+        self._file.writelines(self._gathered)
+        self._gathered, self._size = [], 0
+
+    def _wait(self) -> None:
+        written, size = self._waiting.popleft()
+        self._behind -= size
+        written.result()
