@@ -348,6 +348,16 @@ def test_earlier_degradations_that_differ_change_what_the_newest_one_expects_by_
     assert expected_exponent([LIMIT, LIMIT, -3 * LIMIT], LIMIT) is None
 
 
+def test_an_improvement_by_chance_says_as_much_as_a_degradation():
+    """Where quantized weights happen to be better, no coarser ones are expected to be good enough."""
+    for exponent, value in ((-20, 0.3), (0, 1.0), (7, 3.0)):
+        better = degradation_at_scale_1({exponent: -value * LIMIT}, LIMIT)
+        assert better == degradation_at_scale_1({exponent: value * LIMIT}, LIMIT) > 0
+    far_better = degradation_at_scale_1({0: -3 * LIMIT}, LIMIT)
+    found, scored = search(lambda _: -3 * LIMIT, 0, [far_better] * 3)
+    assert (found, scored.count) == (0, 1)  # before, it went as far as the grids go
+
+
 def test_degradations_of_earlier_checkpoints_do_not_hold_a_search_back_where_degradation_falls_fast():
     """Early in a training it may become many times smaller from one checkpoint to the next."""
     checkpoints = Checkpoints()

@@ -88,13 +88,13 @@ class _Scored:
 def degradation_at_scale_1(degradations: Mapping[int, float], limit: float) -> float | None:
     """Return the degradation at the scale 1, as the second-order model says: the median over exponents.
 
-    degradations: by exponent. One beyond CLIFF times the limit counts as CLIFF times the limit. None if none is finite,
-    or nothing is allowed.
+    degradations: by exponent. An improvement is chance, and as large as a degradation that chance makes, so it counts
+    as one. One beyond CLIFF times the limit counts as that multiple. None if none is finite, or nothing is allowed.
     """
     if limit <= 0:
         return None
     known = [
-        min(value, CLIFF * limit) * 2.0 ** min(-_POWER * exponent, LARGEST_LOG2)
+        min(abs(value), CLIFF * limit) * 2.0 ** min(-_POWER * exponent, LARGEST_LOG2)
         for exponent, value in degradations.items()
         if math.isfinite(value)
     ]
@@ -106,7 +106,7 @@ def expected_exponent(at_scale_1: Sequence[float], limit: float) -> int | None:
     """Return the exponent at which a degradation near the limit is expected.
 
     at_scale_1: ``degradation_at_scale_1`` of several checkpoints, the newest last. Their mean counts, but the older
-    ones change what the newest says by MOST_CHANGED at most. None if the metric does not tell: it was no worse with
+    ones change what the newest says by MOST_CHANGED at most. None if the metric does not tell: it was the same with
     quantized weights, at the newest checkpoint and on average, or nothing is allowed.
     """
     if not at_scale_1 or limit <= 0:
