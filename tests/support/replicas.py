@@ -239,7 +239,7 @@ def saves_by_a_loss_on_batches(replica: Replica, folder: Path) -> dict[str, list
     replica.share = float
     replica.fails_at, saves = 0, {}
     replica.evaluate = dq.LossOn(tokens, loss)
-    with replica.checkpointer(folder / "batches", quality=dq.Quality(method="grid", max_degradation=0.003)) as ckpt:
+    with replica.checkpointer(folder / "batches", quality=dq.Quality(method="grid", max_degradation=0.001)) as ckpt:
         saves["same"] = []
         for step in (1, 2, 3, 4):
             if step == 3:
@@ -252,7 +252,7 @@ def saves_by_a_loss_on_batches(replica: Replica, folder: Path) -> dict[str, list
         replica.fails_at = 0
     replica.share = late
     with replica.checkpointer(
-        folder / "batches late", quality=dq.Quality(method="grid", max_degradation=0.0003)
+        folder / "batches late", quality=dq.Quality(method="grid", max_degradation=0.0001)
     ) as ckpt:
         replica.train()
         saves["late"] = [replica.save(ckpt, 1)]
