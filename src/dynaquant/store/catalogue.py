@@ -136,10 +136,8 @@ class Catalogue:
             return None
         if line.modified == status.st_mtime_ns:
             return line
-        with (
-            suppress(CheckpointError, OSError),
-            open_file(self._path.with_name(name)) as file,
-        ):  # whoever opens it says what is wrong
+        path = self._path.with_name(name)
+        with suppress(CheckpointError, OSError), open_file(path) as file:  # whoever opens it says what is wrong
             if stored_header(file, status.st_size)[2] == line.address:
                 lines[name] = line = replace(line, modified=status.st_mtime_ns)
                 self._changed = True
