@@ -58,7 +58,7 @@ sanitize: .venv/ready  ## run the native tests with AddressSanitizer and Undefin
 	$(call build-native,sanitize,-DDYNAQUANT_SANITIZE=ON)
 	DYNAQUANT_NATIVE=$$(echo build/sanitize/_native*.so) ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	  $(BIN)/pytest --capture=sys $(NATIVE_TESTS)
+	  $(BIN)/pytest -n 2 --capture=sys $(NATIVE_TESTS)
 
 HAS_CLANG = $(shell clang++ -std=c++20 -stdlib=libc++ -include span -x c++ -fsyntax-only /dev/null 2> /dev/null && echo yes)
 options-debug := -DCMAKE_BUILD_TYPE=Debug

@@ -80,10 +80,19 @@ using Bins = std::pair<int, int>;
 
 Bins pair_of(dynaquant::LogBins bins) { return {bins.first, bins.bins}; }
 
+// How values are rounded, by the numbers of Python.
+dynaquant::Rounding rounding_of(const Table<const std::int16_t>& positions, int pace, int threshold, int turns) {
+    if (pace < 1 || turns < 1) throw std::invalid_argument("the pace or the number of turns is less than 1");
+    return {view(positions), pace, threshold, turns};
+}
+
+std::pair<std::vector<double>, std::size_t> pair_of(dynaquant::RootSums found) {
+    return {std::move(found.sums), found.count};
+}
+
 std::optional<Bins> log_bins(float smallest, float largest, const Table<const std::int16_t>& positions, int pace,
                              int threshold, int turns, float negligible) {
-    if (pace < 1 || turns < 1) throw std::invalid_argument("the pace or the number of turns is less than 1");
-    const auto found = dynaquant::log_bins(smallest, largest, {view(positions), pace, threshold, turns}, negligible);
+    const auto found = dynaquant::log_bins(smallest, largest, rounding_of(positions, pace, threshold, turns), negligible);
     if (!found) return std::nullopt;
     return pair_of(*found);
 }
@@ -119,8 +128,7 @@ std::pair<std::vector<double>, std::size_t> root_sums(const Array<const float>& 
     const auto all = view(classes);
     if (std::any_of(all.begin(), all.end(), [&](std::uint16_t one) { return one >= count; }))
         throw std::invalid_argument("a class is too large");
-    auto found = dynaquant::root_sums(view(values), view(down), view(classes), count, negligible);
-    return {std::move(found.sums), found.count};
+    return pair_of(dynaquant::root_sums(view(values), view(down), view(classes), count, negligible));
 }
 
 std::tuple<int, std::optional<int>, double> balance(const Array<const double>& sums, double count, int pace) {
@@ -130,6 +138,33 @@ std::tuple<int, std::optional<int>, double> balance(const Array<const double>& s
 
 int first_turn(const Array<const double>& sums, double rest, int pace) {
     return dynaquant::first_turn(view(sums), rest, pace);
+}
+
+std::pair<std::vector<double>, std::size_t> sums_by_position(const Array<const float>& values,
+                                                             const Table<const std::int16_t>& positions, int pace,
+                                                             float negligible) {
+    return pair_of(dynaquant::sums_by_position(view(values), rounding_of(positions, pace, 0, 1), negligible));
+}
+
+std::pair<std::vector<double>, std::size_t> sums_by_turn(const Array<const float>& values,
+                                                         const Array<const std::uint8_t>& chunks,
+                                                         const Table<const std::int16_t>& positions, int pace, int turns,
+                                                         int position, float negligible) {
+    check_same_size(values.size(), chunks.size());
+    const auto rounding = rounding_of(positions, pace, 0, turns);
+    return pair_of(dynaquant::sums_by_turn({view(values), view(chunks)}, rounding, position, negligible));
+}
+
+std::tuple<bool, double, std::size_t> changes_by_rounding(const Array<const float>& values,
+                                                          const Array<const std::uint8_t>& chunks,
+                                                          const Table<const std::int16_t>& positions, int pace,
+                                                          int threshold, int turns, const Array<const float>& powers,
+                                                          float negligible) {
+    check_same_size(values.size(), chunks.size());
+    check_same_size(powers.size(), dynaquant::rung_values().size());
+    const auto rounding = rounding_of(positions, pace, threshold, turns);
+    const auto found = dynaquant::changes_by_rounding({view(values), view(chunks)}, rounding, view(powers), negligible);
+    return {found.unusable, found.squares, found.count};
 }
 
 // The tables that moments of small tensors are quantized with. It keeps the arrays.
@@ -225,6 +260,14 @@ void bind_moments(nb::module_& m) {
           "count: of root_sums, by position.");
     m.def("first_turn", &first_turn, "sums"_a.noconvert(), "rest"_a, "pace"_a,
           "Returns the turn from which on values at the split position go up. sums: of root_sums, by turn.");
+    m.def("sums_by_position", &sums_by_position, "values"_a.noconvert(), "positions"_a.noconvert(), "pace"_a,
+          "negligible"_a, "Returns what root_sums does by position, of values rounded down to powers of 2^(pace/4).");
+    m.def("sums_by_turn", &sums_by_turn, "values"_a.noconvert(), "chunks"_a.noconvert(), "positions"_a.noconvert(),
+          "pace"_a, "turns"_a, "position"_a, "negligible"_a,
+          "Returns what root_sums does by turn, of the values at a position. chunks: of the row that each value is in.");
+    m.def("changes_by_rounding", &changes_by_rounding, "values"_a.noconvert(), "chunks"_a.noconvert(),
+          "positions"_a.noconvert(), "pace"_a, "threshold"_a, "turns"_a, "powers"_a.noconvert(), "negligible"_a,
+          "Returns what root_changes does, of values that are rounded to powers. powers: of all rungs, in the tensor's dtype.");
     nb::class_<SmallMoments>(m, "SmallMoments", "Quantizes moments of small tensors, each in one call.")
         .def(nb::init<Table<const std::int16_t>, std::vector<int>, const Array<const std::int32_t>&,
                       const Array<const float>&>(),

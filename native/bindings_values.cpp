@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "grid.hpp"
 #include "magnitudes.hpp"
@@ -30,6 +31,29 @@ void assign_levels(const Array<const Bits>& values, const Table<const std::uint8
     const nb::gil_scoped_release release;
     dynaquant::assign_levels<Bits>(view(values), view(table), view(sensitivity), view(sensitivity_table),
                                    view(levels));
+}
+
+template <class Bits>
+void levels_in_turns(const Array<const Bits>& values, const Table<const std::uint8_t>& low,
+                     const Table<const std::uint8_t>& high, const Array<const std::uint8_t>& goes_up,
+                     const Array<const std::uint8_t>& turns, const Array<std::uint8_t>& levels) {
+    check_same_size(values.size(), levels.size());
+    const auto of_rows = view(turns);
+    if (of_rows.empty() ? values.size() != 0 : values.size() % of_rows.size() != 0)
+        throw std::invalid_argument("the values are not those of so many rows");
+    if (!of_rows.empty() && goes_up.size() < (dynaquant::highest_of(of_rows) + std::size_t{1}) * 256)
+        throw std::invalid_argument("a turn is too large");
+    const nb::gil_scoped_release release;
+    dynaquant::levels_in_turns<Bits>(view(values), view(low), view(high), view(goes_up), of_rows, view(levels));
+}
+
+nb::bytes protected_places(const Array<const std::uint8_t>& levels) {
+    std::vector<std::int64_t> found;
+    {
+        const nb::gil_scoped_release release;
+        found = dynaquant::protected_places(view(levels));
+    }
+    return nb::bytes(found.data(), found.size() * sizeof(std::int64_t));
 }
 
 template <class Bits>
@@ -136,6 +160,22 @@ std::uint32_t grid_levels_of_units(const Array<const float>& values, const Array
     return dynaquant::grid_levels_of_units(view(values), view(seconds), inverse, view(levels));
 }
 
+void multiply_by_level_roots(const Array<float>& values, const Array<const std::uint8_t>& levels,
+                             const Array<const float>& table) {
+    check_same_size(values.size(), levels.size());
+    const nb::gil_scoped_release release;
+    dynaquant::multiply_by_level_roots(view(values), view(levels), view(table));
+}
+
+std::uint32_t grid_levels_of_level_units(const Array<const float>& values, const Array<const std::uint8_t>& seconds,
+                                         const Array<const float>& table, float inverse,
+                                         const Array<std::uint8_t>& levels) {
+    check_same_size(values.size(), seconds.size());
+    check_same_size(values.size(), levels.size());
+    const nb::gil_scoped_release release;
+    return dynaquant::grid_levels_of_level_units(view(values), view(seconds), view(table), inverse, view(levels));
+}
+
 std::pair<double, double> errors(const Array<const float>& values, const Array<const float>& exact) {
     check_same_size(values.size(), exact.size());
     const nb::gil_scoped_release release;
@@ -149,9 +189,10 @@ std::pair<float, float> extremes(const Array<const float>& values) {
     return {found.lowest, found.highest};
 }
 
-float smallest_from(const Array<const float>& values, float limit) {
+std::tuple<float, float, float> extremes_from(const Array<const float>& values, float limit) {
     const nb::gil_scoped_release release;
-    return dynaquant::smallest_from(view(values), limit);
+    const auto found = dynaquant::extremes_from(view(values), limit);
+    return {found.lowest, found.highest, found.smallest};
 }
 
 void row_and_column_sums(const Array<const float>& values, const Array<double>& row_sums,
@@ -176,6 +217,15 @@ void bind_values(nb::module_& m) {
           "sensitivity"_a.noconvert(), "sensitivity_table"_a.noconvert(), "levels"_a.noconvert(), assign_doc);
     m.def("assign_levels", &assign_levels<std::uint16_t>, "values"_a.noconvert(), "table"_a.noconvert(),
           "sensitivity"_a.noconvert(), "sensitivity_table"_a.noconvert(), "levels"_a.noconvert(), assign_doc);
+    const char* turns_doc =
+        "Sets levels[i] to low[top 16 bits of values[i]], or to high where goes_up[256 * turn + that level] is not zero.\n"
+        "turns: of each row of the values. ValueError: there are not so many rows, or goes_up has fewer turns.";
+    m.def("levels_in_turns", &levels_in_turns<std::uint32_t>, "values"_a.noconvert(), "low"_a.noconvert(),
+          "high"_a.noconvert(), "goes_up"_a.noconvert(), "turns"_a.noconvert(), "levels"_a.noconvert(), turns_doc);
+    m.def("levels_in_turns", &levels_in_turns<std::uint16_t>, "values"_a.noconvert(), "low"_a.noconvert(),
+          "high"_a.noconvert(), "goes_up"_a.noconvert(), "turns"_a.noconvert(), "levels"_a.noconvert(), turns_doc);
+    m.def("protected_places", &protected_places, "levels"_a.noconvert(),
+          "Returns where the protected levels are, as the bytes of int64.");
     const char* values_doc =
         "Sets out[i] to table[levels[i]], or for LEVEL_PROTECTED to the next protected value, as its top 16 bits.\n"
         "ValueError: a level is outside the table, or the numbers of protected values and levels differ.";
@@ -226,12 +276,19 @@ void bind_values(nb::module_& m) {
           "columns"_a.noconvert().none(), "inverse"_a, "levels"_a.noconvert(),
           "Does what grid_levels does for what divide_by_roots fills, without a seed. columns: None, or seconds are the\n"
           "rows of divide_by_outer_roots.");
+    m.def("multiply_by_level_roots", &multiply_by_level_roots, "values"_a.noconvert(), "levels"_a.noconvert(),
+          "table"_a.noconvert(),
+          "Does what multiply_by_roots does, with table[level] as seconds. ValueError: a level is outside the table.");
+    m.def("grid_levels_of_level_units", &grid_levels_of_level_units, "values"_a.noconvert(), "seconds"_a.noconvert(),
+          "table"_a.noconvert(), "inverse"_a, "levels"_a.noconvert(),
+          "Does what grid_levels_of_units does, with table[second] as seconds. ValueError: a second is outside the table.");
     m.def("errors", &errors, "values"_a.noconvert(), "exact"_a.noconvert(),
           "Returns the sums of the squares of exact values, and of the differences of the values from them.");
     m.def("extremes", &extremes, "values"_a.noconvert(),
           "Returns the lowest and the highest value; NaN twice if any value is NaN. ValueError: there are no values.");
-    m.def("smallest_from", &smallest_from, "values"_a.noconvert(), "limit"_a,
-          "Returns the smallest value that is at least the limit, which is above zero; infinity if there is none.");
+    m.def("extremes_from", &extremes_from, "values"_a.noconvert(), "limit"_a,
+          "Returns what extremes does, and the smallest value that is at least the limit, which is above zero; infinity if\n"
+          "there is none.");
     m.def("row_and_column_sums", &row_and_column_sums, "values"_a.noconvert(), "row_sums"_a.noconvert(),
           "column_sums"_a.noconvert(), "Fills the sums of the rows and columns of a matrix. values: row by row.");
 }

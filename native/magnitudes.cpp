@@ -139,13 +139,13 @@ bool is_uneven(std::span<const double> counts, std::span<const double> row_sums,
 Magnitude vector_magnitude(std::span<const double> values) { return magnitude_of(values); }
 
 std::optional<Magnitude> tensor_magnitude(std::span<const float> values, std::size_t rows) {
-    const Extremes found = extremes(values);
+    const std::size_t columns = values.size() / rows;
+    const bool is_vector = rows == 1 || columns == 1;
+    std::vector<double> row_sums(is_vector ? 0 : rows), column_sums(is_vector ? 0 : columns);
+    const Extremes found = is_vector ? extremes(values) : row_and_column_squares(values, row_sums, column_sums);
     const float largest = std::max(found.highest, -found.lowest);
     if (!(found.lowest < found.highest && largest > smallest_safe && largest < largest_safe)) return std::nullopt;
-    const std::size_t columns = values.size() / rows;
-    if (rows == 1 || columns == 1) return magnitude_of(values);
-    std::vector<double> row_sums(rows), column_sums(columns);
-    row_and_column_squares(values, row_sums, column_sums);
+    if (is_vector) return magnitude_of(values);
     const Magnitude magnitude = matrix_magnitude(row_sums, column_sums);
     if (is_uneven(count_exponents(values), row_sums, column_sums)) return std::nullopt;
     return magnitude;

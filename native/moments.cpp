@@ -98,27 +98,33 @@ struct Factor {
     Factor(std::span<const double> sums, double length, double root) : values(sums.size()) {
         std::transform(sums.begin(), sums.end(), values.begin(),
                        [&](double sum) { return static_cast<float>(sum / length / root); });
-        largest = extremes(values).highest;
+        const auto found = extremes_from(values, smallest_power);
+        smallest = found.smallest;
+        largest = found.highest;
     }
 
     std::vector<float> values;
-    float largest;
+    float smallest, largest;
 };
 
 // classes: empty, or set for each value. negligible: of products with the other factor.
 std::optional<LogBins> rounded(const Factor& factor, const Factor& other, const Rounding& rounding,
                                std::span<std::uint8_t> levels, std::span<std::uint16_t> classes, float negligible) {
     const std::vector<float>& values = factor.values;
-    const auto bins =
-        log_bins(smallest_from(values, smallest_power), factor.largest, rounding, negligible / other.largest);
+    const auto bins = log_bins(factor.smallest, factor.largest, rounding, negligible / other.largest);
     if (!bins) return bins;
     log_levels(values, 1, *bins, rounding, levels);
     for (std::size_t i = 0; i < classes.size(); ++i) {
         const std::size_t bucket = bucket_of(values[i]);
         classes[i] = static_cast<std::uint16_t>(rounding.position_of(bucket) * rounding.turns +
-                                                rounding.turn_of(bucket, i, values.size()));
+                                                rounding.turn_of(bucket, chunk_of(i, values.size(), rounding.turns)));
     }
     return bins;
+}
+
+// Returns a power of 2^(pace/4), zero for the bucket of zero. powers: by rung, from the lowest one on.
+float power_of(std::size_t bucket, int exponent, int pace, std::span<const float> powers) {
+    return bucket == 0 ? 0.0f : powers[static_cast<std::size_t>(exponent * pace - lowest_rung)];
 }
 
 // What rounding up makes of sqrt(v / down).
@@ -207,10 +213,10 @@ int Rounding::exponent(std::size_t bucket, int turn) const {
     return std::clamp(floor_division(above, classes()) + 1, lowest, highest);
 }
 
-int Rounding::turn_of(std::size_t bucket, std::size_t row, std::size_t rows) const {
+int Rounding::turn_of(std::size_t bucket, std::size_t chunk) const {
     // A value that has gone up or down gets another turn, so that the same ones do not go again and again.
     const int down = floor_division(positions[bucket], pace * positions_per_rung), away = (turns * 5 / 8) | 1;
-    return (static_cast<int>(row * static_cast<std::size_t>(turns) / rows) - away * down) & (turns - 1);
+    return (static_cast<int>(chunk) - away * down) & (turns - 1);
 }
 
 std::uint16_t Rounding::position_of(std::size_t bucket) const {
@@ -233,7 +239,8 @@ void log_levels(std::span<const float> values, std::size_t width, LogBins bins, 
     const bool in_turns = rounding.threshold % rounding.turns != 0;
     for (std::size_t i = 0; i < values.size(); ++i) {
         const std::size_t bucket = bucket_of(values[i]);
-        const int turn = in_turns ? rounding.turn_of(bucket, i / width, values.size() / width) : 0;
+        const std::size_t chunk = in_turns ? chunk_of(i / width, values.size() / width, rounding.turns) : 0;
+        const int turn = in_turns ? rounding.turn_of(bucket, chunk) : 0;
         levels[i] = (bucket & 0x7FFF) == 0
                         ? level_pruned
                         : static_cast<std::uint8_t>(std::max(rounding.exponent(bucket, turn), bins.first) - bins.first +
@@ -306,6 +313,57 @@ Balance balance(std::span<const double> sums, double count, int pace) {
 
 int first_turn(std::span<const double> sums, double rest, int pace) {
     return nearest_threshold(by_threshold(sums, up_by(pace)), rest);
+}
+
+RootSums sums_by_position(std::span<const float> values, const Rounding& rounding, float negligible) {
+    const Rounding down = Rounding::down(rounding.positions, rounding.pace, 1);
+    const auto powers = rung_values();
+    std::vector<float> rounded(values.size());
+    std::vector<std::uint16_t> positions(values.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        const std::size_t bucket = bucket_of(values[i]);
+        rounded[i] = power_of(bucket, down.exponent(bucket, 0), down.pace, powers);
+        positions[i] = down.position_of(bucket);
+    }
+    return root_sums(values, rounded, positions, static_cast<std::size_t>(down.classes()), negligible);
+}
+
+RootSums sums_by_turn(const MomentSample& sample, const Rounding& rounding, int position, float negligible) {
+    const Rounding down = Rounding::down(rounding.positions, rounding.pace, 1);
+    const auto powers = rung_values();
+    std::vector<float> values, rounded;
+    std::vector<std::uint16_t> turns;
+    for (std::size_t i = 0; i < sample.values.size(); ++i) {
+        const std::size_t bucket = bucket_of(sample.values[i]);
+        if (down.position_of(bucket) != position) continue;
+        values.push_back(sample.values[i]);
+        rounded.push_back(power_of(bucket, down.exponent(bucket, 0), down.pace, powers));
+        turns.push_back(static_cast<std::uint16_t>(rounding.turn_of(bucket, sample.chunks[i])));
+    }
+    return root_sums(values, rounded, turns, static_cast<std::size_t>(rounding.turns), negligible);
+}
+
+RootChanges changes_by_rounding(const MomentSample& sample, const Rounding& rounding, std::span<const float> powers,
+                                float negligible) {
+    const bool in_turns = rounding.threshold % rounding.turns != 0;
+    const bool raises = negligible / 4 >= smallest_power;  // as log_bins does
+    const int first = raises ? rounding.exponent(bucket_of(negligible / 4), 0) : lowest_rung;
+    std::vector<float> rounded(sample.values.size());
+    for (std::size_t i = 0; i < rounded.size(); ++i) {
+        const std::size_t bucket = bucket_of(sample.values[i]);
+        const int exponent = rounding.exponent(bucket, in_turns ? rounding.turn_of(bucket, sample.chunks[i]) : 0);
+        rounded[i] = power_of(bucket, std::max(exponent, first), rounding.pace, powers);
+    }
+    return root_changes(sample.values, rounded, negligible);
+}
+
+std::span<const float> rung_values() {
+    static const std::vector<float> values = [] {
+        std::vector<float> found;
+        for (int rung = lowest_rung; rung <= highest_rung; ++rung) found.push_back(rung_value(rung));
+        return found;
+    }();
+    return values;
 }
 
 std::optional<RankOneBins> rank_one(std::span<const double> row_sums, std::span<const double> column_sums,

@@ -80,13 +80,18 @@ struct Rounding {
     }
     int classes() const { return pace * positions_per_rung * turns; }
     int exponent(std::size_t bucket, int turn) const;  // of the power that values of a bucket are rounded to
-    int turn_of(std::size_t bucket, std::size_t row, std::size_t rows) const;  // of a value in one of so many rows
+    int turn_of(std::size_t bucket, std::size_t chunk) const;  // of a value in this chunk of rows
     std::uint16_t position_of(std::size_t bucket) const;  // above a power
 };
 
 constexpr float smallest_power = 0x1p-133f;  // the smallest value outside the bucket of zero
 
 inline std::size_t bucket_of(float value) { return std::bit_cast<std::uint32_t>(value) >> 16; }
+
+// Rows of a tensor are divided into as many chunks as there are turns.
+inline std::size_t chunk_of(std::size_t row, std::size_t rows, int turns) {
+    return row * static_cast<std::size_t>(turns) / rows;
+}
 
 // A logarithmic grid: bin i is the power with exponent first + i.
 struct LogBins {
@@ -148,5 +153,25 @@ Balance balance(std::span<const double> sums, double count, int pace);
 
 // Returns the turn from which on the values at the split position go up. sums: RootSums of these values by turn.
 int first_turn(std::span<const double> sums, double rest, int pace);
+
+// Some values of a second moment. chunks: of the row that each value is in.
+struct MomentSample {
+    std::span<const float> values;
+    std::span<const std::uint8_t> chunks;
+};
+
+// Returns the RootSums of values that are rounded down to powers, by position. rounding: of any threshold.
+RootSums sums_by_position(std::span<const float> values, const Rounding& rounding, float negligible);
+
+// Returns the same sums, by turn, of the values at one position.
+RootSums sums_by_turn(const MomentSample& sample, const Rounding& rounding, int position, float negligible);
+
+// Returns the RootChanges of values that are rounded as log_levels does. powers: the value of each rung, from the lowest
+// one to the highest one, in the dtype of the tensor.
+RootChanges changes_by_rounding(const MomentSample& sample, const Rounding& rounding, std::span<const float> powers,
+                                float negligible);
+
+// The value of each rung as a float.
+std::span<const float> rung_values();
 
 }  // namespace dynaquant

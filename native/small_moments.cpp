@@ -48,20 +48,12 @@ std::vector<float> product_of(std::span<const std::uint8_t> rows, std::span<cons
     return outer(decoded({rows, 1, bins.rows.first}), decoded({columns, 1, bins.columns.first}));
 }
 
-// Returns the threshold of balance, in turns. down: values rounded down. position_of, turn_of: by the index of a value.
-template <class PositionOf, class TurnOf>
-int balanced_threshold(std::span<const float> values, std::span<const float> down, int pace, int turns, float negligible,
-                       const PositionOf& position_of, const TurnOf& turn_of) {
-    std::vector<std::uint16_t> classes(values.size());
-    for (std::size_t i = 0; i < values.size(); ++i) classes[i] = static_cast<std::uint16_t>(position_of(i));
-    const auto sums = root_sums(values, down, classes, static_cast<std::size_t>(pace * positions_per_rung), negligible);
-    const Balance found = balance(sums.sums, static_cast<double>(sums.count), pace);
-    if (!found.split) return found.threshold * turns;
-    std::vector<double> of_turns(static_cast<std::size_t>(turns));
-    for (std::size_t i = 0; i < values.size(); ++i)
-        if (values[i] > negligible && classes[i] == *found.split)
-            of_turns[static_cast<std::size_t>(turn_of(i))] += std::sqrt(static_cast<double>(values[i] / down[i]));
-    return found.threshold * turns + first_turn(of_turns, found.rest, pace);
+// Returns the threshold of balance, in turns. by_turn: returns the sums of the values at a position, by turn.
+template <class ByTurn>
+int balanced_threshold(const RootSums& by_position, int pace, int turns, const ByTurn& by_turn) {
+    const Balance found = balance(by_position.sums, static_cast<double>(by_position.count), pace);
+    const int threshold = found.threshold * turns;
+    return found.split ? threshold + first_turn(by_turn(*found.split).sums, found.rest, pace) : threshold;
 }
 
 std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std::span<const double> row_sums,
@@ -70,13 +62,24 @@ std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std:
                                              std::span<std::uint8_t> columns) {
     const bool by_rows = rows.size() >= columns.size();
     const auto longer = by_rows ? rows : columns;
-    std::vector<std::uint16_t> of_longer(longer.size());
+    std::vector<std::uint16_t> of_longer(longer.size()), places(values.size());
     auto bins = rank_one(row_sums, column_sums, positions, rows, columns, of_longer, negligible);
     if (!bins) return bins;
+    const auto down = product_of(rows, columns, *bins);
     const auto class_of = [&](std::size_t i) { return of_longer[by_rows ? i / columns.size() : i % columns.size()]; };
-    const int threshold = balanced_threshold(
-        values, product_of(rows, columns, *bins), 1, factor_turns, negligible,
-        [&](std::size_t i) { return class_of(i) / factor_turns; }, [&](std::size_t i) { return class_of(i) % factor_turns; });
+    for (std::size_t i = 0; i < values.size(); ++i) places[i] = class_of(i) / factor_turns;
+    const auto by_position = root_sums(values, down, places, positions_per_rung, negligible);
+    const int threshold = balanced_threshold(by_position, 1, factor_turns, [&](int split) {
+        std::vector<float> there, down_there;
+        std::vector<std::uint16_t> turns;
+        for (std::size_t i = 0; i < values.size(); ++i) {
+            if (places[i] != split) continue;
+            there.push_back(values[i]);
+            down_there.push_back(down[i]);
+            turns.push_back(class_of(i) % factor_turns);
+        }
+        return root_sums(there, down_there, turns, factor_turns, negligible);
+    });
     LogBins& of_bins = by_rows ? bins->rows : bins->columns;
     const auto raised = round_up(longer, of_bins, of_longer, threshold);
     if (!raised) return std::nullopt;
@@ -89,7 +92,7 @@ std::optional<RankOneBins> balanced_rank_one(std::span<const float> values, std:
 SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, double of_rank_one, float negligible,
                                      Positions positions, std::span<const int> paces, std::span<std::uint8_t> rows,
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels) {
-    const Extremes found = extremes(values);
+    const ExtremesFrom found = extremes_from(values, smallest_power);
     if (!(found.lowest >= 0.0f && found.highest < infinity)) return {};
     if (!rows.empty()) {
         std::vector<double> row_sums(rows.size()), column_sums(columns.size());
@@ -97,22 +100,21 @@ SecondMomentForm small_second_moment(std::span<const float> values, double toler
         if (const auto bins = balanced_rank_one(values, row_sums, column_sums, negligible, positions, rows, columns))
             if (is_good(root_changes(values, product_of(rows, columns, *bins), negligible), of_rank_one)) return *bins;
     }
-    const float smallest = smallest_from(values, smallest_power);
     const std::size_t width = rows.empty() ? 1 : columns.size();
+    std::vector<std::uint8_t> chunks(values.size());
+    for (std::size_t i = 0; i < values.size(); ++i)
+        chunks[i] = static_cast<std::uint8_t>(chunk_of(i / width, values.size() / width, grid_turns));
+    const MomentSample all{values, chunks};
     for (const int pace : paces) {
         Rounding rounding = Rounding::down(positions, pace, grid_turns);
-        auto bins = log_bins(smallest, found.highest, rounding, negligible);
-        if (!bins) continue;
-        log_levels(values, width, *bins, rounding, levels);
         rounding.threshold = balanced_threshold(
-            values, decoded({levels, pace, bins->first}), pace, grid_turns, negligible,
-            [&](std::size_t i) { return rounding.position_of(bucket_of(values[i])); },
-            [&](std::size_t i) { return rounding.turn_of(bucket_of(values[i]), i / width, values.size() / width); });
-        bins = log_bins(smallest, found.highest, rounding, negligible);
+            sums_by_position(values, rounding, negligible), pace, grid_turns,
+            [&](int split) { return sums_by_turn(all, rounding, split, negligible); });
+        if (!is_good(changes_by_rounding(all, rounding, rung_values(), negligible), tolerance)) continue;
+        const auto bins = log_bins(found.smallest, found.highest, rounding, negligible);
         if (!bins) continue;
         log_levels(values, width, *bins, rounding, levels);
-        const auto change = root_changes(values, decoded({levels, pace, bins->first}), negligible);
-        if (is_good(change, tolerance)) return OnLogGrid{pace, *bins};
+        return OnLogGrid{pace, *bins};
     }
     return {};
 }

@@ -57,13 +57,19 @@ struct Extremes {
 // values.
 Extremes extremes(std::span<const float> values);
 
-// Returns the smallest value that is at least the limit, infinity if there is none. limit: above zero. values: no NaN.
-float smallest_from(std::span<const float> values, float limit);
+// Extremes, and the smallest of the values that are at least a limit; infinity if there is none.
+struct ExtremesFrom : Extremes {
+    float smallest;
+};
+
+// Returns the same in one pass. limit: above zero.
+ExtremesFrom extremes_from(std::span<const float> values, float limit);
 
 // Fills the sums of a matrix. values: row by row, row_sums.size() rows of column_sums.size() columns.
 void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums);
 
-// The same of the squares of the values, which are computed in single precision.
-void row_and_column_squares(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums);
+// The same of the squares of the values, which are computed in single precision. Returns the extremes of the values, found in
+// the same pass.
+Extremes row_and_column_squares(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums);
 
 }  // namespace dynaquant

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <mutex>
 #include <numeric>
@@ -52,7 +53,7 @@ DYNAQUANT_AVX512 std::size_t look_up_avx512(std::span<const std::uint8_t> levels
     for (unsigned k = 0; k < sizeof(Bits); ++k) {
         std::array<std::uint8_t, 256> bytes;
         for (std::size_t level = 0; level < bytes.size(); ++level)
-            bytes[level] = static_cast<std::uint8_t>(values[level] >> 8 * k);
+            bytes[level] = std::bit_cast<std::array<std::uint8_t, sizeof(Bits)>>(values[level])[k];
         tables[k] = byte_table(bytes);
     }
     // Unpacking interleaves within each quarter of a register. With the levels in this order, the values come out in
@@ -86,7 +87,7 @@ DYNAQUANT_AVX512 std::size_t look_up_avx512(std::span<const std::uint8_t> levels
 
 // Sets out[i] to values[levels[i]].
 template <class Bits>
-void look_up(std::span<const std::uint8_t> levels, const ValueTable<Bits>& values, std::span<Bits> out) {
+void look_up_values(std::span<const std::uint8_t> levels, const ValueTable<Bits>& values, std::span<Bits> out) {
     std::size_t done = 0;
 #ifdef DYNAQUANT_X86
     if (has_avx512()) done = look_up_avx512<Bits>(levels, values, out.data());
@@ -148,6 +149,46 @@ void assign_levels(std::span<const Bits> values, std::span<const std::uint8_t, b
 }
 
 template <class Bits>
+void levels_in_turns(std::span<const Bits> values, std::span<const std::uint8_t, bucket_count> low,
+                     std::span<const std::uint8_t, bucket_count> high, std::span<const std::uint8_t> goes_up,
+                     std::span<const std::uint8_t> turns, std::span<std::uint8_t> levels) {
+    if (turns.empty()) return;
+    std::vector<std::size_t> differ, begins;  // where the tables differ; the first row of each stretch of equal turns
+    for (std::size_t bucket = 0; bucket < bucket_count; ++bucket)
+        if (low[bucket] != high[bucket]) differ.push_back(bucket);
+    for (std::size_t row = 0; row < turns.size(); ++row)
+        if (row == 0 || turns[row] != turns[row - 1]) begins.push_back(row);
+    const std::size_t width = values.size() / turns.size();
+    parallel_for(begins.size(), [&](std::size_t k) {
+        const auto ups = goes_up.subspan(turns[begins[k]] * std::size_t{256}, 256);
+        std::vector<std::uint8_t> table(low.begin(), low.end());
+        for (const auto bucket : differ)
+            if (ups[low[bucket]]) table[bucket] = high[bucket];
+        const std::size_t begin = begins[k] * width;
+        const std::size_t end = (k + 1 < begins.size() ? begins[k + 1] : turns.size()) * width;
+        for (std::size_t i = begin; i < end; ++i) levels[i] = table[values[i] >> bucket_shift<Bits>];
+    });
+}
+
+std::vector<std::int64_t> protected_places(std::span<const std::uint8_t> levels) {
+    std::vector<std::int64_t> found;
+    for (std::size_t begin = 0; begin < levels.size(); begin += small_block) {
+        const auto block = levels.subspan(begin, std::min(small_block, levels.size() - begin));
+        std::size_t at = 0;
+        for (std::size_t left = count_of(block, level_protected); left > 0; --left, ++at) {
+            const void* const next = std::memchr(block.data() + at, level_protected, block.size() - at);
+            at = static_cast<std::size_t>(static_cast<const std::uint8_t*>(next) - block.data());
+            found.push_back(static_cast<std::int64_t>(begin + at));
+        }
+    }
+    return found;
+}
+
+void look_up(std::span<const std::uint8_t> levels, const std::array<float, 256>& table, std::span<float> out) {
+    look_up_values<float>(levels, table, out);
+}
+
+template <class Bits>
 void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits> table,
                       std::span<const std::uint16_t> protected_values, std::span<Bits> out) {
     const std::size_t blocks = block_count(levels.size(), small_block);
@@ -163,7 +204,7 @@ void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits
     std::copy_n(table.begin(), std::min(table.size(), full.size()), full.begin());
     // Protected levels take the next of the protected values, so a block depends on those before it: rare, and slower.
     if (protected_values.empty()) {
-        parallel_for(blocks, [&](std::size_t b) { look_up<Bits>(checked(b), full, block_of(out, b, small_block)); });
+        parallel_for(blocks, [&](std::size_t b) { look_up_values<Bits>(checked(b), full, block_of(out, b, small_block)); });
     } else {
         parallel_for(blocks, checked);
     }
@@ -174,7 +215,7 @@ void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits
     parallel_for(blocks, [&](std::size_t b) {
         const auto block = block_of(levels, b, small_block);
         const auto values = block_of(out, b, small_block);
-        look_up<Bits>(block, full, values);
+        look_up_values<Bits>(block, full, values);
         const std::uint8_t* from = block.data();
         for (std::size_t next = first[b]; next < first[b + 1]; ++next, ++from) {
             const auto left = static_cast<std::size_t>(block.data() + block.size() - from);
@@ -190,6 +231,9 @@ void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits
     template void assign_levels<Bits>(std::span<const Bits>, std::span<const std::uint8_t, bucket_count>,            \
                                       std::span<const std::uint32_t>, std::span<const std::uint8_t, bucket_count>,   \
                                       std::span<std::uint8_t>);                                                      \
+    template void levels_in_turns<Bits>(std::span<const Bits>, std::span<const std::uint8_t, bucket_count>,          \
+                                        std::span<const std::uint8_t, bucket_count>, std::span<const std::uint8_t>,  \
+                                        std::span<const std::uint8_t>, std::span<std::uint8_t>);                     \
     template void values_of_levels<Bits>(std::span<const std::uint8_t>, std::span<const Bits>,                       \
                                          std::span<const std::uint16_t>, std::span<Bits>);
 DYNAQUANT_INSTANTIATE(std::uint32_t)

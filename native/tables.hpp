@@ -2,9 +2,11 @@
 // "Buckets").
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 namespace dynaquant {
 
@@ -29,6 +31,19 @@ template <class Bits>
 void assign_levels(std::span<const Bits> values, std::span<const std::uint8_t, bucket_count> table,
                    std::span<const std::uint32_t> sensitivity,
                    std::span<const std::uint8_t, bucket_count> sensitivity_table, std::span<std::uint8_t> levels);
+
+// Sets levels[i] to low[bucket of values[i]], or to high where goes_up[turn * 256 + that level]. turns: of each row of the
+// values, fewer than there are rows of 256 in goes_up.
+template <class Bits>
+void levels_in_turns(std::span<const Bits> values, std::span<const std::uint8_t, bucket_count> low,
+                     std::span<const std::uint8_t, bucket_count> high, std::span<const std::uint8_t> goes_up,
+                     std::span<const std::uint8_t> turns, std::span<std::uint8_t> levels);
+
+// Returns where the protected levels are.
+std::vector<std::int64_t> protected_places(std::span<const std::uint8_t> levels);
+
+// Sets out[i] to table[levels[i]].
+void look_up(std::span<const std::uint8_t> levels, const std::array<float, 256>& table, std::span<float> out);
 
 // Sets out[i] to table[levels[i]]. Each level_protected takes the next of the protected values, which are the top 16
 // bits of an output value. Throws std::invalid_argument if a level is outside the table or if the number of protected

@@ -18,6 +18,15 @@ def assign_levels(
     sensitivity_table: NDArray[uint8],
     levels: NDArray[uint8],
 ) -> None: ...
+def levels_in_turns(
+    values: NDArray[uint32] | NDArray[uint16],
+    low: NDArray[uint8],
+    high: NDArray[uint8],
+    goes_up: NDArray[uint8],
+    turns: NDArray[uint8],
+    levels: NDArray[uint8],
+) -> None: ...
+def protected_places(levels: NDArray[uint8]) -> bytes: ...
 def values_of_levels(
     levels: NDArray[uint8],
     table: NDArray[Any],
@@ -94,6 +103,28 @@ def root_sums(
 ) -> tuple[list[float], int]: ...
 def balance(sums: NDArray[float64], count: float, pace: int) -> tuple[int, int | None, float]: ...
 def first_turn(sums: NDArray[float64], rest: float, pace: int) -> int: ...
+def sums_by_position(
+    values: NDArray[float32], positions: NDArray[int16], pace: int, negligible: float
+) -> tuple[list[float], int]: ...
+def sums_by_turn(
+    values: NDArray[float32],
+    chunks: NDArray[uint8],
+    positions: NDArray[int16],
+    pace: int,
+    turns: int,
+    position: int,
+    negligible: float,
+) -> tuple[list[float], int]: ...
+def changes_by_rounding(
+    values: NDArray[float32],
+    chunks: NDArray[uint8],
+    positions: NDArray[int16],
+    pace: int,
+    threshold: int,
+    turns: int,
+    powers: NDArray[float32],
+    negligible: float,
+) -> tuple[bool, float, int]: ...
 
 class SmallMoments:
     def __init__(
@@ -140,9 +171,17 @@ def divide_by_outer_roots(
     values: NDArray[float32], rows: NDArray[float32], columns: NDArray[float32], out: NDArray[float32]
 ) -> None: ...
 def multiply_by_outer_roots(values: NDArray[float32], rows: NDArray[float32], columns: NDArray[float32]) -> None: ...
+def multiply_by_level_roots(values: NDArray[float32], levels: NDArray[uint8], table: NDArray[float32]) -> None: ...
+def grid_levels_of_level_units(
+    values: NDArray[float32],
+    seconds: NDArray[uint8],
+    table: NDArray[float32],
+    inverse: float,
+    levels: NDArray[uint8],
+) -> int: ...
 def errors(values: NDArray[float32], exact: NDArray[float32]) -> tuple[float, float]: ...
 def extremes(values: NDArray[float32]) -> tuple[float, float]: ...
-def smallest_from(values: NDArray[float32], limit: float) -> float: ...
+def extremes_from(values: NDArray[float32], limit: float) -> tuple[float, float, float]: ...
 def sums(values: NDArray[float32]) -> tuple[float, float]: ...
 def row_and_column_sums(
     values: NDArray[float32], row_sums: NDArray[float64], column_sums: NDArray[float64]

@@ -19,6 +19,7 @@ from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.kernels import device, host
+from dynaquant.engine.kernels.seconds import OfLevels, Outer
 from dynaquant.engine.quantize.grid import begin_quantize, quantize
 from dynaquant.engine.tensors.codebook import PROTECTED, rung_value
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
@@ -286,10 +287,15 @@ def test_the_smallest_value_from_a_limit_on_is_the_same_on_every_device(where, d
     tensor = torch.cat((some((200_003,), torch.float32, 0.02), torch.tensor([1e-45, 2.0**-134, 2.0**-133, 2.0**-20])))
     tensor = torch.cat((tensor, torch.tensor([-math.inf, math.inf]))).to(dtype)
     values = tensor.float()
-    wanted = float(values[values >= limit].min())
-    assert host.smallest_from(tensor, limit) == device.smallest_from(tensor.to(where), limit) == wanted
-    for none in (torch.zeros(5), torch.zeros(0)):
-        assert host.smallest_from(none, limit) == device.smallest_from(none.to(where), limit) == math.inf
+    wanted = float(tensor.min()), float(tensor.max()), float(values[values >= limit].min())
+    assert host.extremes_from(tensor, limit) == device.extremes_from(tensor.to(where), limit) == wanted
+    on_devices = kernels.all_extremes_from({"a": tensor.to(where), "empty": torch.zeros(0, device=where)}, limit)
+    assert on_devices == {"a": wanted}
+    zeros = torch.zeros(5)
+    assert host.extremes_from(zeros, limit) == device.extremes_from(zeros.to(where), limit) == (0, 0, math.inf)
+    zeros[2] = math.nan
+    for found in (host.extremes_from(zeros, limit), device.extremes_from(zeros.to(where), limit)):
+        assert all(map(math.isnan, found[:2]))
 
 
 @on_devices
@@ -303,8 +309,8 @@ def test_roots_of_outer_products_are_those_of_their_values(where, shape):
     host.multiply_by_roots(multiplied, seconds)
     for kernel, place in ((host, "cpu"), (device, where)):
         out, found = torch.empty(len(values), device=place), values.to(place, copy=True)
-        kernel.divide_by_roots(values.to(place), rows.to(place), out, columns.to(place))
-        kernel.multiply_by_roots(found, rows.to(place), columns.to(place))
+        kernel.divide_by_roots(values.to(place), Outer(rows.to(place), columns.to(place)), out)
+        kernel.multiply_by_roots(found, Outer(rows.to(place), columns.to(place)))
         assert bits(out.cpu()) == bits(divided)
         assert bits(found.cpu()) == bits(multiplied)
 
@@ -321,12 +327,73 @@ def test_levels_of_units_are_those_of_the_quotients(where, shape, dtype):
     host.divide_by_roots(values.float(), seconds, units)
     wanted, highest = host.grid_levels(units, 0.3, None)
     for kernel, place in ((host, "cpu"), (device, where)):
-        of_rows, of_columns = rows.to(place), columns.to(place)
-        for of in ((of_rows, of_columns), (seconds.to(place), None)):
+        for of in (Outer(rows.to(place), columns.to(place)), seconds.to(place)):
             levels = torch.empty(len(values), dtype=torch.uint8, device=place)
-            found = kernel.grid_levels_of_units(values.to(place), *of, 0.3, levels)
+            found = kernel.grid_levels_of_units(values.to(place), of, 0.3, levels)
             assert torch.equal(levels.cpu(), wanted)
             assert min(found(), 256) == highest()
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0, 1, 63, 4097, 200_003])
+def test_roots_of_levels_are_those_of_their_values(where, dtype, size):
+    random = np.random.default_rng(size)
+    levels, table = random.integers(0, 200, size, dtype=np.uint8), torch.rand(200)
+    table[:9], of_levels = 0, OfLevels(levels, table)
+    levels[levels == PROTECTED] = 0
+    seconds, values = table[torch.from_numpy(levels).long()], torch.randn(size).to(dtype)
+    divided, multiplied = torch.empty(size), values.to(torch.float32, copy=True)
+    host.divide_by_roots(values.float(), seconds, divided)
+    host.multiply_by_roots(multiplied, seconds)
+    wanted, highest = host.grid_levels(divided, 0.3, None)
+    for kernel, place in ((host, "cpu"), (device, where)):
+        there, out = values.to(place), torch.empty(size, device=place)
+        found, units = there.to(torch.float32, copy=True), torch.empty(size, dtype=torch.uint8, device=place)
+        kernel.divide_by_roots(there.float(), of_levels, out)
+        kernel.multiply_by_roots(found, of_levels)
+        most = kernel.grid_levels_of_units(there, of_levels, 0.3, units)
+        assert (bits(out.cpu()), bits(found.cpu())) == (bits(divided), bits(multiplied))
+        assert torch.equal(units.cpu(), wanted)
+        assert min(most(), 256) == highest()
+        if size:
+            beyond = OfLevels(np.full_like(levels, 200), table)
+            with pytest.raises(ValueError, match="outside the codebook"):
+                kernel.multiply_by_roots(found, beyond)
+            with pytest.raises(ValueError, match="outside the codebook"):
+                kernel.grid_levels_of_units(there, beyond, 0.3, units)
+
+
+@on_devices
+@of_dtypes
+@pytest.mark.parametrize("shape", [(1, 1), (64, 33), (200, 7, 3), (100_003,)], ids=str)
+def test_levels_in_turns_are_those_of_the_table_that_the_row_takes(where, dtype, shape):
+    random, tensor = np.random.default_rng(0), some(shape, dtype)
+    low, high = random.integers(0, 256, (2, 65_536), dtype=np.uint8)
+    high[::2], goes_up = low[::2], random.random((64, 256)) < 0.5
+    turns = (np.arange(shape[0]) * 64 // shape[0]).astype(np.uint8)
+    buckets = host.bits_of(tensor) >> (16 if dtype in (torch.float32, torch.float64) else 0)
+    ups = goes_up[np.repeat(turns, math.prod(shape[1:])), low[buckets]]
+    wanted = torch.from_numpy(np.where(ups, high[buckets], low[buckets]))
+    assert torch.equal(host.levels_in_turns(tensor, low, high, goes_up, turns), wanted)
+    assert torch.equal(device.levels_in_turns(tensor.to(where), low, high, goes_up, turns).cpu(), wanted)
+
+
+def test_levels_in_turns_refuse_arguments_that_do_not_fit():
+    values, table = np.zeros(6, dtype=np.uint32), np.zeros(65_536, dtype=np.uint8)
+    ups, levels = np.zeros(512, dtype=np.uint8), np.zeros(6, dtype=np.uint8)
+    with pytest.raises(ValueError, match="so many rows"):
+        _native.levels_in_turns(values, table, table, ups, np.zeros(4, dtype=np.uint8), levels)
+    with pytest.raises(ValueError, match="too large"):
+        _native.levels_in_turns(values, table, table, ups, np.full(2, 2, dtype=np.uint8), levels)
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 70_001])
+@pytest.mark.parametrize("share", [0, 0.001, 1])
+def test_protected_places_are_where_the_levels_are_protected(size, share):
+    levels = np.where(np.random.default_rng(size).random(size) < share, PROTECTED, 7).astype(np.uint8)
+    found = np.frombuffer(_native.protected_places(levels), dtype=np.int64)
+    assert np.array_equal(found, np.flatnonzero(levels == PROTECTED))
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 17, 1000, 32_768])

@@ -418,7 +418,7 @@ def passes_over_values(size, random):
         "extremes": _native.extremes(values),
         "sums": _native.sums(values),
         "errors": _native.errors(seconds, values),
-        "smallest": _native.smallest_from(seconds, 0.25),
+        "extremes from": _native.extremes_from(seconds, 0.25),
         "changes": _native.root_changes(seconds, seconds + np.float32(0.1), 0.01),
         "roots": _native.root_sums(seconds, seconds + np.float32(0.1), (levels * 0 + 3).astype(np.uint16), 5, 0.01),
         "updates": (*_native.update_fits(values, seconds, 1e-8, inverses, fits), fits.tobytes()),
@@ -430,6 +430,11 @@ def passes_over_values(size, random):
     _native.multiply_by_roots(units, seconds)
     found["multiplied"] = units.tobytes()
     found["levels of units"] = (_native.grid_levels_of_units(values, seconds, None, 0.3, levels), levels.tobytes())
+    table, own = seconds[:200].copy(), np.arange(size, dtype=np.uint8) % min(size, 200)
+    highest = _native.grid_levels_of_level_units(values, own, table, 0.3, levels)
+    found["levels of units of levels"] = (highest, levels.tobytes())
+    _native.multiply_by_level_roots(units, own, table)
+    found["multiplied by roots of levels"] = units.tobytes()
     for seed in (None, 7):
         found["levels", seed] = (_native.grid_levels(values, 40.0, seed, 5, levels), levels.tobytes())
         found["grid errors", seed] = (_native.grid_errors(values, 40.0, 0.025, seed, 5, levels), levels.tobytes())

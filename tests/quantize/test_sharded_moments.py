@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from optimizer_moments import moments
 from ranks_in_threads import divided, local, on_ranks, together
 from tiers import examples
-from whole_tensors import UNKNOWN, quantize_rank_one, quantize_second_moment, quantize_to_log_grid
+from whole_tensors import UNKNOWN, extremes_of, quantize_rank_one, quantize_second_moment, quantize_to_log_grid
 
 from dynaquant.engine import reduction
 from dynaquant.engine.bound import Bound
@@ -311,8 +311,8 @@ def test_a_computation_holds_samples_only_while_it_waits():
     most = 5 * 4 * SAMPLE_SIZE
     assert most < first.nbytes / 2
     for computation, given_to_it in [
-        (second_moment_reduction(second, 0.3, shard, UNKNOWN), second),
-        (second_moment_reduction(second, 0.1, shard, UNKNOWN), second),
+        (second_moment_reduction(second, 0.3, shard, UNKNOWN, extremes_of(second)), second),
+        (second_moment_reduction(second, 0.1, shard, UNKNOWN, extremes_of(second)), second),
         (quantize_first_moment(first, stored, "v", 0.5, None, UNKNOWN), first),
         (quantize_momentum(first, 0.5, shard), first),
     ]:

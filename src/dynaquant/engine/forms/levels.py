@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaquant import _native
 from dynaquant.engine import kernels
 from dynaquant.engine.coding import byte_planes, conditional, rearrange
 from dynaquant.engine.coding.rearrange import Levels
@@ -76,9 +77,13 @@ class QuantizedTensor(Form):
             return False
         return bool(saturating_cast(torch.from_numpy(self.codebook.values).min(), self.dtype) > 0)
 
+    @property
+    def table(self) -> Tensor:
+        """The value of each level but *protected*; for float64 in float32, which holds them all."""
+        return _value_table(self.codebook, torch.float32 if self.dtype == torch.float64 else self.dtype)
+
     def pieces(self, size: int, device: torch.device, out: Tensor | None = None) -> Iterator[Tensor]:
-        table = _value_table(self.codebook, torch.float32 if self.dtype == torch.float64 else self.dtype)
-        protected = self.protected
+        table, protected = self.table, self.protected
         for begin in range(0, self.levels.size, size):
             levels = self.levels[begin : begin + size]
             count = np.count_nonzero(levels == PROTECTED) if len(protected) else 0
@@ -174,7 +179,8 @@ def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
     half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
     flat = tensor.detach().to(levels.device).reshape(-1)
     if levels.device == kernels.HOST:  # not by PyTorch, whose threads would wait for one another
-        values = flat.index_select(0, torch.from_numpy(np.flatnonzero(levels.numpy() == PROTECTED)))
+        places = np.frombuffer(_native.protected_places(levels.numpy()), dtype=np.int64)
+        values = flat.index_select(0, torch.from_numpy(places.copy()))
     else:
         values = flat[levels == PROTECTED]
     largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity

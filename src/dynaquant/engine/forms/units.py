@@ -16,6 +16,7 @@ from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.scheme import Coder, Scheme
 from dynaquant.engine.forms.schemes import SecondMomentUnits
 from dynaquant.engine.forms.stored import cut
+from dynaquant.engine.kernels.seconds import OfLevels, Outer, Seconds
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import saturating_cast
 
@@ -58,8 +59,8 @@ class ScaledMoment(Form):
             yield from (units.to(self.dtype) for units in all_units)
             return
         kernel = kernels.for_device(device)
-        for units, (seconds, columns) in zip(all_units, _factors(self.second, size, device), strict=True):
-            kernel.multiply_by_roots(units, seconds, columns)
+        for units, seconds in zip(all_units, _in_pieces(self.second, size, device), strict=True):
+            kernel.multiply_by_roots(units, seconds)
             yield saturating_cast(units, self.dtype)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - conditional
@@ -104,40 +105,44 @@ def in_units(first: Tensor, second: SecondMoment) -> Tensor:
     """
     units = kernels.empty(torch.Size([first.numel()]), torch.float32, first.device)
     kernel = kernels.for_device(first.device)
-    for part, seconds, columns in _parts(first, second, piece_length(second.shape, first.device)):
-        kernel.divide_by_roots(first.detach().reshape(-1)[part].to(torch.float32), seconds, units[part], columns)
+    for part, seconds in _parts(first, second, piece_length(second.shape, first.device)):
+        kernel.divide_by_roots(first.detach().reshape(-1)[part].to(torch.float32), seconds, units[part])
     return units.view(first.shape)
 
 
 def levels_in_units(first: Tensor, second: SecondMoment, inverse: float) -> tuple[Tensor, Callable[[], int]]:
     """Return ``Kernels.grid_levels`` of ``in_units``. Works piece by piece and makes no units of a whole tensor."""
     flat, kernel = first.detach().reshape(-1), kernels.for_device(first.device)
-    # On the host, units of float32 never leave the caches, so the rows and columns of a matrix make one piece.
-    in_one = first.is_cpu and first.dtype == torch.float32 and isinstance(second, RankOne)
+    # On the host, units of float32 never leave the caches, so they need no pieces.
+    in_one = first.is_cpu and first.dtype == torch.float32
     size = flat.numel() if in_one else piece_length(second.shape, first.device)
     levels = kernels.empty(flat.shape, torch.uint8, first.device)
     waits = [
-        kernel.grid_levels_of_units(flat[part], seconds, columns, inverse, levels[part])
-        for part, seconds, columns in _parts(first, second, size)
+        kernel.grid_levels_of_units(flat[part], seconds, inverse, levels[part])
+        for part, seconds in _parts(first, second, size)
     ]
     return levels, lambda: max(highest() for highest in waits)
 
 
-def _parts(first: Tensor, second: SecondMoment, size: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield which values a piece has, and its ``_factors``."""
+def _parts(first: Tensor, second: SecondMoment, size: int) -> Iterator[tuple[slice, Seconds]]:
+    """Yield which values a piece has, and their second moments."""
     begin = 0
-    for seconds, columns in _factors(second, size, first.device):
-        part = slice(begin, begin + len(seconds) * (1 if columns is None else len(columns)))
-        yield part, seconds, columns
+    for seconds in _in_pieces(second, size, first.device):
+        part = slice(begin, begin + seconds.numel())
+        yield part, seconds
         begin = part.stop
 
 
-def _factors(second: SecondMoment, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield second moments piece by piece: flat values and None, or rows and columns, whose products they are."""
+def _in_pieces(second: SecondMoment, size: int, device: torch.device) -> Iterator[Seconds]:
+    """Yield second moments piece by piece, as kernels take them."""
     if isinstance(second, RankOne) and second.dtype in (torch.float32, torch.float64):
-        yield from second.factors(size, device)
+        yield from (Outer(*factors) for factors in second.factors(size, device))
+    elif isinstance(second, QuantizedTensor) and not len(second.protected):
+        table = second.table.to(torch.float32)
+        levels = second.levels
+        yield from (OfLevels(levels[begin : begin + size], table) for begin in range(0, len(levels), size))
     else:
-        yield from ((piece.to(torch.float32), None) for piece in second.pieces(size, device))
+        yield from (piece.to(torch.float32) for piece in second.pieces(size, device))
 
 
 def decode(scheme: SecondMomentUnits, coded: Coded) -> ScaledMoment:

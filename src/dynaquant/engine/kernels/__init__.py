@@ -5,6 +5,7 @@ In reading order:
 - this file: the functions that every kernel set has, and which set a device uses
 - ``host``: kernels for tensors in host memory, by the native core
 - ``device``: kernels for tensors on a device, by PyTorch operations
+- ``seconds``: how second moments are given to kernels
 - ``reused``: memory for tensors that replace one another
 
 Levels and values are the same, bit for bit, on every device. Sums agree to the precision of float64. Only levels and
@@ -25,8 +26,13 @@ from torch import Tensor
 from dynaquant.engine.kernels import device as device_kernels
 from dynaquant.engine.kernels import host as host_kernels
 from dynaquant.engine.kernels.host import Sensitivity
+from dynaquant.engine.kernels.seconds import OfLevels, Outer, Seconds
 
 HOST = torch.device("cpu")
+
+
+ExtremesFrom = tuple[float, float, float]
+"""The lowest and the highest value of a tensor, and the smallest one from a limit on."""
 
 
 class Kernels(Protocol):
@@ -44,10 +50,10 @@ class Kernels(Protocol):
     def extremes(self, tensor: Tensor) -> tuple[float, float]:
         """Return the lowest and the highest value; NaN if any value is NaN. tensor: not empty."""
 
-    def smallest_from(self, tensor: Tensor, limit: float) -> float:
-        """Return the smallest value that is at least ``limit``, as float32; infinity if there is none.
+    def extremes_from(self, tensor: Tensor, limit: float) -> ExtremesFrom:
+        """Return what ``extremes`` does, and the smallest value that is at least a limit.
 
-        limit: above zero, a float32. tensor: without NaN.
+        The last one is a float32; infinity if there is none. limit: above zero, a float32.
         """
 
     def row_and_column_sums(self, matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -115,22 +121,20 @@ class Kernels(Protocol):
         values do not fit the levels.
         """
 
-    def divide_by_roots(self, values: Tensor, seconds: Tensor, out: Tensor, columns: Tensor | None = None) -> None:
+    def divide_by_roots(self, values: Tensor, seconds: Seconds, out: Tensor) -> None:
         """Fill ``out`` with ``values / sqrt(seconds)``, and with zero where the second is zero.
 
-        All: float32, flat, of the same size, on the same device; ``out`` is contiguous. The root and the quotient are
-        correctly rounded. columns: if given, the second moments are the outer product of ``seconds`` and these.
+        All: of the same size, on the same device. values, out: float32, flat; ``out`` is contiguous. The root and the
+        quotient are correctly rounded. Raises ValueError if a level of ``seconds`` is outside its table.
         """
 
-    def grid_levels_of_units(
-        self, values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float, out: Tensor
-    ) -> Callable[[], int]:
+    def grid_levels_of_units(self, values: Tensor, seconds: Seconds, inverse: float, out: Tensor) -> Callable[[], int]:
         """Fill ``out`` with ``grid_levels`` of what ``divide_by_roots`` fills, rounded to the nearest.
 
         Return a function that waits for the highest level. values: of any dtype. out: uint8, contiguous.
         """
 
-    def multiply_by_roots(self, values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
+    def multiply_by_roots(self, values: Tensor, seconds: Seconds) -> None:
         """Multiply values by ``sqrt(seconds)``, in place. All as for ``divide_by_roots``; ``values`` is contiguous."""
 
     def outer(self, rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
@@ -177,9 +181,10 @@ def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
     rows, columns = tensor[:7].abs(), tensor[7:150].abs()
     tables = (np.arange(65_536) >> 4).astype(np.uint8), (np.arange(65_536) >> 3).astype(np.uint8)
     ups = np.arange(4 * 256).reshape(4, 256) % 3 == 0
-    kernel.divide_by_roots(tensor, rows, in_units, columns)
+    kernel.divide_by_roots(tensor, Outer(rows, columns), in_units)
     scaled = in_units.clone()
     kernel.multiply_by_roots(scaled, tensor.abs())
+    kernel.multiply_by_roots(scaled, OfLevels(levels[: len(scaled)] // 2 + np.uint8(2), sample[:256].abs()))
     found = [
         scaled,
         kernel.outer(rows, columns),
@@ -193,7 +198,7 @@ def _results(kernel: Kernels, sample: Tensor, kind: str) -> list[Tensor]:
     numbers = np.array(
         [
             *kernel.extremes(tensor),
-            kernel.smallest_from(tensor, 0.1),
+            *kernel.extremes_from(tensor, 0.1),
             float(kernel.total(ones)),
             *kernel.errors(ones[:256], -ones[:256]),
         ]
@@ -263,6 +268,16 @@ def all_extremes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]
         lowest, highest = both.tolist()
         found[name] = lowest, highest
     return found
+
+
+def all_extremes_from(tensors: Mapping[str, Tensor], limit: float) -> dict[str, ExtremesFrom]:
+    """Return ``Kernels.extremes_from`` of each tensor on a device that has values. They cross together."""
+    found = {
+        name: torch.stack([*torch.aminmax(tensor.detach()), device_kernels.smallest_from(tensor, limit)])
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    }
+    return {name: (low, high, least) for name, e in small_on_host(found).items() for low, high, least in (e.tolist(),)}
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device = HOST) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dynaquant import _native
 from dynaquant.engine.kernels import host
 from dynaquant.engine.kernels.host import Sensitivity
+from dynaquant.engine.kernels.seconds import OfLevels, Outer, Seconds
 
 PIECE = 1 << 24
 """Number of values to process at once."""
@@ -82,12 +83,19 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     return lowest, highest
 
 
-def smallest_from(tensor: Tensor, limit: float) -> float:
+def extremes_from(tensor: Tensor, limit: float) -> tuple[float, float, float]:
+    found = torch.stack([*torch.aminmax(tensor.detach()), smallest_from(tensor, limit)]).tolist()
+    lowest, highest, smallest = found
+    return lowest, highest, smallest
+
+
+def smallest_from(tensor: Tensor, limit: float) -> Tensor:
+    """Return the last of ``extremes_from`` as a scalar on the device, in the dtype of the tensor."""
     flat, smallest = _flat(tensor), torch.full((), torch.inf, device=tensor.device)
     for piece in _pieces(flat.numel()):
         values = flat[piece].to(torch.float32)
         smallest = torch.minimum(smallest, torch.where(values >= limit, values, torch.inf).min())
-    return float(smallest)
+    return smallest.to(tensor.dtype)
 
 
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -247,28 +255,34 @@ def _square_root(values: Tensor) -> Tensor:
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
 
-def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tensor | None = None) -> None:
-    seconds = seconds if columns is None else outer(seconds, columns)
+def _values_of_seconds(seconds: Seconds, device: torch.device) -> Tensor:
+    if isinstance(seconds, Outer):
+        return outer(seconds.rows, seconds.columns)
+    if isinstance(seconds, OfLevels):
+        return values(seconds.levels, seconds.table, np.zeros(0, dtype=np.uint16), device)
+    return seconds
+
+
+def divide_by_roots(values: Tensor, seconds: Seconds, out: Tensor) -> None:
+    flat = _values_of_seconds(seconds, out.device)
     for piece in _pieces(out.numel()):
-        root = _square_root(seconds[piece])
+        root = _square_root(flat[piece])
         torch.div(values[piece], root, out=out[piece])
         out[piece].masked_fill_(root == 0, 0)
 
 
-def grid_levels_of_units(
-    values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float, out: Tensor
-) -> Callable[[], int]:
+def grid_levels_of_units(values: Tensor, seconds: Seconds, inverse: float, out: Tensor) -> Callable[[], int]:
     units = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
-    divide_by_roots(values.to(torch.float32), seconds, units, columns)
+    divide_by_roots(values.to(torch.float32), seconds, units)
     levels, highest = grid_levels(units, inverse, None)
     out.copy_(levels)
     return highest
 
 
-def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
-    seconds = seconds if columns is None else outer(seconds, columns)
+def multiply_by_roots(values: Tensor, seconds: Seconds) -> None:
+    flat = _values_of_seconds(seconds, values.device)
     for piece in _pieces(values.numel()):
-        values[piece] *= _square_root(seconds[piece])
+        values[piece] *= _square_root(flat[piece])
 
 
 def outer(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
+from dynaquant.engine.kernels.seconds import OfLevels, Outer, Seconds
 
 Sensitivity = tuple[Tensor, NDArray[np.uint8]]
 """The sensitivity of each value, float32, and a table of levels by the top 16 bits of a sensitivity, uint8[65536].
@@ -22,6 +23,7 @@ _LARGE = 1 << 22
 _BUCKETS = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint32)
 _NO_LEVELS = np.zeros(0, dtype=np.uint8)
+_NO_OUTLIERS = np.zeros(0, dtype=np.uint16)
 _UNDECIDED = np.full(_BUCKETS, _native.UNDECIDED, dtype=np.uint8)
 
 
@@ -77,8 +79,9 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     return _native.extremes(_float32(tensor))
 
 
-def smallest_from(tensor: Tensor, limit: float) -> float:
-    return _native.smallest_from(_float32(tensor), limit)
+def extremes_from(tensor: Tensor, limit: float) -> tuple[float, float, float]:
+    lowest, highest, smallest = _native.extremes_from(_float32(tensor), limit)
+    return (*extremes(tensor), smallest) if tensor.dtype == torch.float64 else (lowest, highest, smallest)
 
 
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -109,14 +112,8 @@ def levels_in_turns(
     goes_up: NDArray[np.bool_],
     turns: NDArray[np.uint8],
 ) -> Tensor:
-    levels, bits, table = empty(torch.Size([tensor.numel()]), torch.uint8), bits_of(tensor), low.copy()
-    filled, width = levels.numpy(), tensor.numel() // len(turns)
-    differ = np.flatnonzero(low != high)
-    begins = [0, *(np.flatnonzero(np.diff(turns)) + 1)]
-    for begin, end in zip(begins, [*begins[1:], len(turns)], strict=True):
-        table[differ] = np.where(goes_up[turns[begin], low[differ]], high[differ], low[differ])
-        part = slice(begin * width, end * width)
-        _native.assign_levels(bits[part], table, _NOTHING, _UNDECIDED, filled[part])
+    levels = empty(torch.Size([tensor.numel()]), torch.uint8)
+    _native.levels_in_turns(bits_of(tensor), low, high, goes_up.view(np.uint8).reshape(-1), turns, levels.numpy())
     return levels
 
 
@@ -159,26 +156,39 @@ def values(
     return filled
 
 
-def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor, columns: Tensor | None = None) -> None:
-    if columns is None:
-        _native.divide_by_roots(_float32(values), _float32(seconds), out.numpy())
+def divide_by_roots(values: Tensor, seconds: Seconds, out: Tensor) -> None:
+    if isinstance(seconds, Outer):
+        rows, columns = _float32(seconds.rows), _float32(seconds.columns)
+        _native.divide_by_outer_roots(_float32(values), rows, columns, out.numpy())
     else:
-        _native.divide_by_outer_roots(_float32(values), _float32(seconds), _float32(columns), out.numpy())
+        flat = values_of_seconds(seconds, out.device)
+        _native.divide_by_roots(_float32(values), _float32(flat), out.numpy())
 
 
-def grid_levels_of_units(
-    values: Tensor, seconds: Tensor, columns: Tensor | None, inverse: float, out: Tensor
-) -> Callable[[], int]:
-    of_columns = None if columns is None else _float32(columns)
-    highest = _native.grid_levels_of_units(_float32(values), _float32(seconds), of_columns, inverse, out.numpy())
+def grid_levels_of_units(values: Tensor, seconds: Seconds, inverse: float, out: Tensor) -> Callable[[], int]:
+    flat, levels = _float32(values), out.numpy()
+    if isinstance(seconds, OfLevels):
+        highest = _native.grid_levels_of_level_units(flat, seconds.levels, seconds.table.numpy(), inverse, levels)
+    elif isinstance(seconds, Outer):
+        rows, columns = _float32(seconds.rows), _float32(seconds.columns)
+        highest = _native.grid_levels_of_units(flat, rows, columns, inverse, levels)
+    else:
+        highest = _native.grid_levels_of_units(flat, _float32(seconds), None, inverse, levels)
     return lambda: highest
 
 
-def multiply_by_roots(values: Tensor, seconds: Tensor, columns: Tensor | None = None) -> None:
-    if columns is None:
-        _native.multiply_by_roots(values.numpy(), _float32(seconds))
+def multiply_by_roots(values: Tensor, seconds: Seconds) -> None:
+    if isinstance(seconds, OfLevels):
+        _native.multiply_by_level_roots(values.numpy(), seconds.levels, seconds.table.numpy())
+    elif isinstance(seconds, Outer):
+        _native.multiply_by_outer_roots(values.numpy(), _float32(seconds.rows), _float32(seconds.columns))
     else:
-        _native.multiply_by_outer_roots(values.numpy(), _float32(seconds), _float32(columns))
+        _native.multiply_by_roots(values.numpy(), _float32(seconds))
+
+
+def values_of_seconds(seconds: Tensor | OfLevels, device: torch.device) -> Tensor:
+    """Return second moments as values."""
+    return seconds if isinstance(seconds, Tensor) else values(seconds.levels, seconds.table, _NO_OUTLIERS, device)
 
 
 def outer(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:

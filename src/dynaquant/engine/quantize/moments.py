@@ -20,6 +20,7 @@ from dynaquant.engine.forms.units import ScaledMoment, SecondMoment
 from dynaquant.engine.label import Label, Role
 from dynaquant.engine.quantize.epsilon import Epsilon, epsilon_with
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
+from dynaquant.engine.quantize.log_grid import NO_EXTREMES, SMALLEST, Extremes
 from dynaquant.engine.quantize.second_moment import quantize_second_moment
 from dynaquant.engine.quantize.small_moments import (
     quantize_small_first_moment,
@@ -111,9 +112,9 @@ class _Moments:
             tolerance = min(tolerance, max(LASTING_SHARE * tolerance, FINEST_LASTING))
         if (values := self._small.get(name)) is not None:
             return quantize_small_second_moment(values, tensor.shape, tolerance, epsilon)
-        shard = self._shard(name)
-        if (yield from _usable(self._extremes(name), shard, lowest=0.0)):
-            return (yield from quantize_second_moment(tensor, tolerance, shard, epsilon))
+        shard, extremes = self._shard(name), self._extremes_of_second(name)
+        if (yield from _usable(extremes and extremes[:2], shard, lowest=0.0)):
+            return (yield from quantize_second_moment(tensor, tolerance, shard, epsilon, extremes or NO_EXTREMES))
         return None
 
     def first(
@@ -168,6 +169,11 @@ class _Moments:
             return self._extremes_on_devices.get(name)
         return kernels.for_device(self.tensors[name].device).extremes(self.tensors[name])  # most on the host need none
 
+    def _extremes_of_second(self, name: str) -> Extremes | None:
+        if name in self._extremes_of_seconds or not self.tensors[name].numel():
+            return self._extremes_of_seconds.get(name)
+        return kernels.for_device(self.tensors[name].device).extremes_from(self.tensors[name], SMALLEST)
+
     @cached_property
     def _all(self) -> list[str]:
         return [*self.named("second_moment"), *self.named("first_moment")]
@@ -181,8 +187,16 @@ class _Moments:
 
     @cached_property
     def _extremes_on_devices(self) -> dict[str, tuple[float, float]]:
-        """The extremes of the moments on devices, which cross together."""
-        return kernels.all_extremes({n: self.tensors[n] for n in self._all if self.tensors[n].device.type != "cpu"})
+        """The extremes of the first moments on devices, which cross together."""
+        return kernels.all_extremes(self._on_devices("first_moment"))
+
+    @cached_property
+    def _extremes_of_seconds(self) -> dict[str, Extremes]:
+        """The extremes of the second moments on devices, which cross together."""
+        return kernels.all_extremes_from(self._on_devices("second_moment"), SMALLEST)
+
+    def _on_devices(self, role: Role) -> dict[str, Tensor]:
+        return {name: self.tensors[name] for name in self.named(role) if self.tensors[name].device.type != "cpu"}
 
 
 def _usable(

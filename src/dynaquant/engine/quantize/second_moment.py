@@ -17,13 +17,13 @@ from dynaquant.engine.forms.levels import NO_OUTLIERS, QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne, places
 from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.log_grid import (
-    Down,
+    POSITIONS_PER_RUNG,
     Extremes,
+    RootSums,
     balanced,
-    extremes_of,
+    changes_on_log_grid,
     positions,
     quantize_to_log_grid,
-    round_to_log_grid,
     threshold_for,
 )
 from dynaquant.engine.quantize.moment_sample import held, sample, sample_stored
@@ -44,14 +44,14 @@ less at the same error (docs/decisions.md, "How coarse may a second moment be?")
 
 
 def quantize_second_moment(
-    second: Tensor, tolerance: float, shard: Shard, epsilon: Epsilon
+    second: Tensor, tolerance: float, shard: Shard, epsilon: Epsilon, extremes: Extremes
 ) -> Reduction[QuantizedTensor | RankOne | None]:
     """Return the cheapest form that changes ``1 / sqrt(v)`` by at most ``tolerance``; None: store it exactly.
 
     Rows × columns may only change it by ``RANK_ONE_SHARE`` of that. The change is the root mean square of
     ``sqrt(v / v̂) - 1`` over the elements of a sample that are not zero. v̂ is the stored value of v. shard: what
     ``second`` is of the whole tensor. The form is that of the local tensor. epsilon: of the optimizer. Elements whose v
-    and v̂ are negligible beside it count as zero.
+    and v̂ are negligible beside it count as zero. extremes: of ``second``.
     """
     negligible = epsilon.negligible
     if second.dtype == torch.float64 and (yield from total(_underflows(second, negligible)))[0]:
@@ -62,14 +62,13 @@ def quantize_second_moment(
         change = _native.root_changes(values, sample_stored(factors, shard), negligible)
         if (yield from _is_good(change, RANK_ONE_SHARE * tolerance)):
             return factors
-    extremes: Extremes | None = None
+    of_all: Extremes | None = None
     for pace in SECOND_PACES:
         threshold = yield from threshold_for(values, pace, shard, negligible)
-        rounded = round_to_log_grid(values, pace, second.dtype, threshold, shard, negligible)
-        change = _native.root_changes(values, rounded, negligible)
+        change = changes_on_log_grid(values, pace, second.dtype, threshold, shard, negligible)
         if (yield from _is_good(change, tolerance)):
-            extremes = extremes or (yield from _whole_extremes(second))
-            if (stored := quantize_to_log_grid(second, pace, extremes, threshold, shard, negligible)) is not None:
+            of_all = of_all or (yield from _whole_extremes(extremes))
+            if (stored := quantize_to_log_grid(second, pace, of_all, threshold, shard, negligible)) is not None:
                 return stored
     return None
 
@@ -101,13 +100,17 @@ def quantize_rank_one(
         rows, columns = (_local(factor(b, each), axis) for b, each, axis in zip(bins, levels, axes, strict=True))
         return RankOne(tensor.dtype, tensor.shape, rows, columns)
 
-    def rounded_down() -> Down:
+    def root_sums(position: int | None) -> RootSums:  # made anew for each, so nothing is held in between
         index = places(held(shard), max(math.prod(tensor.shape[1:]), 1))[longer].numpy()
-        of_sample = _local_levels(classes, axes[longer]).take(index)
-        return sample_stored(stored(), shard), of_sample // FACTOR_TURNS, of_sample & (FACTOR_TURNS - 1)
+        of_sample, down = _local_levels(classes, axes[longer]).take(index), sample_stored(stored(), shard)
+        if position is None:
+            return _native.root_sums(values, down, of_sample // FACTOR_TURNS, POSITIONS_PER_RUNG, negligible)
+        there = of_sample // FACTOR_TURNS == position
+        turns = of_sample[there] & (FACTOR_TURNS - 1)
+        return _native.root_sums(values[there], down[there], turns, FACTOR_TURNS, negligible)
 
     # The longer factor is rounded down so far. As many of its values go up as keep the length of updates.
-    threshold = (yield from balanced(values, FACTOR_PACE, FACTOR_TURNS, rounded_down, negligible)).value
+    threshold = (yield from balanced(root_sums(None), root_sums, FACTOR_PACE, FACTOR_TURNS)).value
     raised = _native.round_up(levels[longer], bins[longer], classes, threshold)
     if raised is None:
         return None
@@ -131,10 +134,11 @@ def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[boo
     return not unusable and (not count or math.sqrt(squares / count) <= tolerance)
 
 
-def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:
-    smallest, largest = extremes_of(tensor)
-    found = (yield Numbers(highest=np.array([-smallest, largest]))).highest
-    return -float(found[0]), float(found[1])
+def _whole_extremes(own: Extremes) -> Reduction[Extremes]:
+    """Return the extremes of the whole tensor. own: of what the rank holds."""
+    lowest, highest, smallest = own
+    found = (yield Numbers(highest=np.array([-lowest, highest, -smallest]))).highest
+    return -float(found[0]), float(found[1]), -float(found[2])
 
 
 def _row_and_column_sums(tensor: Tensor, axes: tuple[Shard, Shard]) -> tuple[NDArray[np.float64], ...]:
