@@ -276,8 +276,8 @@ void bind_moments(nb::module_& m) {
         .def("second", &SmallMoments::second, "values"_a.noconvert(), "tolerance"_a, "of_rank_one"_a, "negligible"_a,
              "rows"_a.noconvert(), "columns"_a.noconvert(), "levels"_a.noconvert(),
              "Fills rows and columns, and returns their bins; or fills levels, and returns their pace and bins; or\n"
-             "returns None: store it exactly. of_rank_one: the tolerance of rows and columns, which are empty if it is no\n"
-             "matrix.")
+             "returns None: store it exactly. of_rank_one: the tolerance of rows and columns, 0 if they are not tried. They\n"
+             "are empty if it is no matrix.")
         .def("first", &SmallMoments::first, "values"_a.noconvert(), "second"_a.noconvert(), "first_of_second"_a,
              "columns"_a.none().noconvert(), "first_of_columns"_a, "pace"_a, "tolerance"_a, "epsilon"_a,
              "zero"_a, "levels"_a.noconvert(),

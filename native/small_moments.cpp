@@ -94,7 +94,7 @@ SecondMomentForm small_second_moment(std::span<const float> values, double toler
                                      std::span<std::uint8_t> columns, std::span<std::uint8_t> levels) {
     const ExtremesFrom found = extremes_from(values, smallest_power);
     if (!(found.lowest >= 0.0f && found.highest < infinity)) return {};
-    if (!rows.empty()) {
+    if (!rows.empty() && of_rank_one > 0.0) {
         std::vector<double> row_sums(rows.size()), column_sums(columns.size());
         row_and_column_sums(values, row_sums, column_sums);
         if (const auto bins = balanced_rank_one(values, row_sums, column_sums, negligible, positions, rows, columns))

@@ -21,9 +21,9 @@ struct OnLogGrid {
 
 using SecondMomentForm = std::variant<std::monostate, RankOneBins, OnLogGrid>;
 
-// Returns the cheapest form that changes 1 / sqrt(v) by at most the tolerance, of_rank_one for rows and columns, and sets
-// its levels: either rows and columns, or levels. None: it is not finite, has negative values, or no form is good enough. values: not empty, row by
-// row; as many levels. negligible: of root_changes. rows: empty if it is no matrix. paces: of the grids to try, coarsest
+// Returns the cheapest form that changes 1 / sqrt(v) by at most the tolerance, of_rank_one for rows and columns (0: they are
+// not tried), and sets its levels: either rows and columns, or levels. None: it is not finite, has negative values, or no
+// form is good enough. values: not empty, row by row; as many levels. negligible: of root_changes. rows: empty if it is no matrix. paces: of the grids to try, coarsest
 // first.
 SecondMomentForm small_second_moment(std::span<const float> values, double tolerance, double of_rank_one, float negligible,
                                      Positions positions, std::span<const int> paces, std::span<std::uint8_t> rows,

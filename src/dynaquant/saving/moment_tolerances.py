@@ -20,6 +20,9 @@ ROUNDING = 1 + 1e-9
 LOST_BY_NOISE = 0.1
 """A restore loses this share of the steps that a moment remembers for an error t² = 1 of a stored moment. Measured:
 docs/decisions.md, "How much does a restore lose without first moments?"."""
+LOST_BY_NOISE_OF_ROWS = 0.4
+"""The same for embeddings. Few of their rows have gradients in a step; the others keep what noise has done to them:
+docs/decisions.md, "How much does a restore lose by noise in first moments?"."""
 LOST_BY_NOISE_OF_SGD = 0.5
 """The same for SGD, whose update is the moment itself: docs/decisions.md, "What about the momentum of SGD?"."""
 FINEST, COARSEST = 0.25, 1.4
@@ -133,6 +136,7 @@ def tolerances_of(windows: Mapping[str, MomentWindow], preset: Preset, interval:
             longer = max(window.steps / (WINDOW_OF_SGD * ROUNDING), 1.0)
             tolerances[name] = OF_SGD / math.sqrt(longer) if allowed <= fine * ROUNDING else DROPPED
         else:
-            noise = math.sqrt(allowed / (LOST_BY_NOISE * window.steps))
+            lost = LOST_BY_NOISE_OF_ROWS if window.by_row else LOST_BY_NOISE
+            noise = math.sqrt(allowed / (lost * window.steps))
             tolerances[name] = min(max(noise, FINEST), COARSEST)
     return tolerances

@@ -37,10 +37,10 @@ class Preset:
     average_error: float
 
 
-BALANCED = Preset(0.01, 0.005, BALANCED_LIMITS, 0.0125, 0.15, DROPPED, 0.2, 1 / 64)
+BALANCED = Preset(0.01, 0.005, BALANCED_LIMITS, 0.0125, 0.15, DROPPED, 0.07, 1 / 64)
 PRESETS: dict[QualityName, Preset | None] = {
     "lossless": None,
-    "high": Preset(0.001, 0.0005, StepLimits(1 / 32, 1 / 4), 0.005, 0.07, 0.5, 0.12, 1 / 128),
+    "high": Preset(0.001, 0.0005, StepLimits(1 / 32, 1 / 4), 0.005, 0.07, 0.5, 0.03, 1 / 128),
     "balanced": BALANCED,
     "small": Preset(0.05, 0.025, StepLimits(1 / 4, 1.0), 0.2, DROPPED, DROPPED, 0.5, 1 / 16),
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from dynaquant.training.optimizers import keys_of
@@ -69,13 +70,15 @@ class MomentWindow:
 
     kept: "coarse" if even a coarse moment is better than none, "fine" if only a fine one is, "always" if a restore
     without it loses more than these steps. reach: how far an error of the moment displaces a weight until it is
-    forgotten, as a multiple of the error; None if that depends on more than the learning rate.
+    forgotten, as a multiple of the error; None if that depends on more than the learning rate. by_row: whether a step
+    has gradients for some rows only.
     """
 
     steps: float
     lost: float
     kept: Kept
     reach: float | None = None
+    by_row: bool = False
 
 
 LOST_ANYWAY = 0.5
@@ -93,6 +96,7 @@ def windows_of(
     whether restores correct moments of zero.
     """
     windows: dict[str, MomentWindow] = {}
+    by_row = _embeddings(objects)
     for name, names in parameters.items():
         rule = rule_of(objects[name])
         for group, keys in zip(objects[name].param_groups, keys_of(names), strict=True):
@@ -103,8 +107,19 @@ def windows_of(
             share = LOST_ANYWAY if rule is not None and (corrected or rule.largest_factor <= 1) else 1.0
             kept: Kept = "coarse" if rule is None else rule.kept
             window = MomentWindow(steps, share * steps, kept, float(group["lr"]) * steps if kept == "fine" else None)
-            windows |= {f"{name}.state.{key}.{slot}": window for key in keys}
+            for key, parameter in zip(keys, group["params"], strict=False):
+                windows[f"{name}.state.{key}.{slot}"] = replace(window, by_row=id(parameter) in by_row)
     return windows
+
+
+def _embeddings(objects: Mapping[str, Any]) -> set[int]:
+    """Return the ``id`` of each weight of an embedding that no other kind of layer uses."""
+    embeddings: set[int] = set()
+    others: set[int] = set()
+    for module in (module for thing in objects.values() if isinstance(thing, nn.Module) for module in thing.modules()):
+        own = embeddings if isinstance(module, nn.Embedding | nn.EmbeddingBag) else others
+        own.update(map(id, module.parameters(recurse=False)))
+    return embeddings - others
 
 
 def _slot_and_decay(rule: MomentRule | None, group: Mapping[str, Any]) -> tuple[str, float]:

@@ -41,6 +41,8 @@ RANK_ONE_SHARE = 0.4
 """The share of the tolerance that the error of rows × columns may be. This form shortens the updates of all values that
 are small for their row and column, and these move furthest. Rounding to powers errs either way, and slows training far
 less at the same error (docs/decisions.md, "How coarse may a second moment be?")."""
+FINEST_RANK_ONE = 0.035
+"""The error by rounding rows and columns. A matrix that may have no more is not tried as rows × columns."""
 
 
 def quantize_second_moment(
@@ -57,11 +59,12 @@ def quantize_second_moment(
     if second.dtype == torch.float64 and (yield from total(_underflows(second, negligible)))[0]:
         return None
     values = sample(second, shard)
-    factors = yield from quantize_rank_one(second, values, shard, negligible)
-    if factors is not None:
-        change = _native.root_changes(values, sample_stored(factors, shard), negligible)
-        if (yield from _is_good(change, RANK_ONE_SHARE * tolerance)):
-            return factors
+    if (allowed := RANK_ONE_SHARE * tolerance) >= FINEST_RANK_ONE:
+        factors = yield from quantize_rank_one(second, values, shard, negligible)
+        if factors is not None:
+            change = _native.root_changes(values, sample_stored(factors, shard), negligible)
+            if (yield from _is_good(change, allowed)):
+                return factors
     of_all: Extremes | None = None
     for pace in SECOND_PACES:
         threshold = yield from threshold_for(values, pace, shard, negligible)

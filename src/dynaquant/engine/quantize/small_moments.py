@@ -24,7 +24,7 @@ from dynaquant.engine.quantize.epsilon import Epsilon
 from dynaquant.engine.quantize.first_moment import inverses, rungs, units_of_levels
 from dynaquant.engine.quantize.log_grid import positions
 from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE
-from dynaquant.engine.quantize.second_moment import RANK_ONE_SHARE, SECOND_PACES, factor
+from dynaquant.engine.quantize.second_moment import FINEST_RANK_ONE, RANK_ONE_SHARE, SECOND_PACES, factor
 from dynaquant.engine.tensors.codebook import LogGrid
 
 
@@ -37,10 +37,11 @@ def quantize_small_second_moment(
     values: NDArray[np.float32], shape: torch.Size, tolerance: float, epsilon: Epsilon
 ) -> QuantizedTensor | RankOne | None:
     """Do what ``quantize_second_moment`` does. None also stands for values that are not finite, or negative."""
+    of_rank_one = RANK_ONE_SHARE * tolerance
+    of_rank_one = of_rank_one if of_rank_one >= FINEST_RANK_ONE else 0.0  # not tried
     height = shape[0] if len(shape) > 1 else 0
     levels = np.empty(len(values), dtype=np.uint8)
     rows, columns = np.empty(height, dtype=np.uint8), np.empty(len(levels) // height if height else 0, dtype=np.uint8)
-    of_rank_one = RANK_ONE_SHARE * tolerance
     found = _native_moments().second(values, tolerance, of_rank_one, epsilon.negligible, rows, columns, levels)
     if found is None:
         return None
