@@ -67,6 +67,41 @@ def test_what_no_optimizer_has_updated_since_the_last_save_is_frozen(tmp_path):
     assert kinds == [False, True, True, True]
 
 
+REPLACED = "has made no step; if another optimizer trains them now"
+
+
+def test_an_optimizer_that_another_one_has_replaced_is_noted(tmp_path):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    def step(with_optimizer):
+        model(torch.randn(4, 8)).square().mean().backward()
+        with_optimizer.step()
+        with_optimizer.zero_grad()
+
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        step(optimizer)
+        assert ckpt.save(1).result().notes == []
+        assert ckpt.save(2).result().notes == []  # nothing has changed
+        step(torch.optim.SGD(model.parameters(), 0.1))
+        (note,) = ckpt.save(3).result().notes
+        assert note.startswith(f"weights have changed since the last save, but optimizer {REPLACED}")
+        ckpt.restore(1)  # writes weights
+        assert ckpt.save(4).result().notes == []
+        step(optimizer)
+        assert ckpt.save(5).result().notes == []
+
+
+def test_an_optimizer_that_rests_while_another_one_has_its_weights_is_not_noted(tmp_path):
+    model = nn.Linear(8, 8)
+    optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name in ("first", "second")}
+    with dq.Checkpointer(tmp_path, model, optimizers) as ckpt:
+        for number, optimizer in enumerate([*optimizers.values()] * 2):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            assert not any(REPLACED in note for note in ckpt.save(number).result().notes)
+
+
 def accumulating(optimizer=torch.optim.AdamW, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))

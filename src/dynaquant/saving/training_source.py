@@ -161,7 +161,8 @@ class TrainingSource:
         self.expect(interval)
 
     def forget(self) -> None:
-        """Forget the recorded gradients, after a restore: training continues from another step."""
+        """Forget what was recorded, after a restore: training continues from another step."""
+        self.updates.forget()
         for recorder in self._recorders:
             recorder.forget()
 

@@ -20,7 +20,8 @@ class Updates:
     """Watches the steps of the optimizers among the objects of a training, by hooks. A step costs next to nothing."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        self._optimizers = list(optimizers_of(objects).values())
+        self._by_name = optimizers_of(objects)
+        self._optimizers = list(self._by_name.values())
         self._modules = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
         self._stores_gradients = any(isinstance(thing, Gradients) for thing in objects.values())
         self._names = first_names_in(objects)
@@ -30,6 +31,8 @@ class Updates:
         self._used: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}  # gradients in the last step, by parameter
         for optimizer in self._optimizers:  # what earlier steps have used cannot be told, so it is not noted
             self._use_gradients(optimizer)
+        self._versions: dict[int, int | None] = {}  # of parameters at the last save; empty if there was none
+        self._stepped: set[int] = set()  # optimizers that have made a step since
         self._begin()
         self._before_next_step: Callable[[], object] | None = None
         before_step, after_step = not_compiled(self._before_step), not_compiled(self._after_step)
@@ -49,6 +52,7 @@ class Updates:
         self._waiting = {id(o): [p for group in o.param_groups for p in group["params"]] for o in self._optimizers}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
         if waiting := self._waiting.get(id(optimizer)):
             self._updated |= {self._names[id(p)] for p in waiting if p.grad is not None and id(p) in self._names}
             self._waiting[id(optimizer)] = [p for p in waiting if p.grad is None]
@@ -67,13 +71,26 @@ class Updates:
         """Note that a checkpoint was saved."""
         self._updated_before, self._updated = self.updated, frozenset()
         self._begin()
+        self._stepped.clear()
+        parameters = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
+        self._versions = {id(parameter): version_of(parameter) for parameter in parameters}
+
+    def forget(self) -> None:
+        """Note that a checkpoint was restored, which has written parameters."""
+        self._versions.clear()
 
     def notes(self) -> list[str]:
-        """Return a note if gradients are being accumulated, and are not stored.
+        """Return a note if an optimizer is not in use any more, or if gradients are accumulated and are not stored.
 
-        That is so if every optimizer has gradients that its last step has not used. Those of a single one of several
-        may be left over from the backward pass for another one.
+        Gradients are accumulated if every optimizer has some that its last step has not used. Those of a single one of
+        several may be left over from the backward pass for another one.
         """
+        if replaced := [name for name, optimizer in self._by_name.items() if self._is_replaced(optimizer)]:
+            return [
+                f"weights have changed since the last save, but {', '.join(replaced)} has made no step; if another "
+                "optimizer trains them now, this save has the old one's state: close this Checkpointer, and create one "
+                "with the new optimizer"
+            ]
         if self._stores_gradients or not self._optimizers:
             return []
         if not (any(map(holds_unreduced_gradients, self._modules)) or all(map(self._has_unused, self._optimizers))):
@@ -82,6 +99,15 @@ class Updates:
             "this save is in the middle of an accumulation: gradients that no step has used yet are not stored, so a "
             "restore loses them; save after a step, or give extras={'gradients': dq.Gradients(model)}"
         ]
+
+    def _is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether something else than the known optimizers has updated its parameters since the last save."""
+        if id(optimizer) in self._stepped:
+            return False
+        used = [o for o in self._optimizers if id(o) in self._stepped]
+        by_others = {id(p) for o in used for group in o.param_groups for p in group["params"]}
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in by_others]
+        return any(self._versions.get(id(p), v) != v for p in parameters for v in (version_of(p),))
 
     def _has_unused(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(self._is_unused(parameter, gradient) for parameter, gradient in _first_gradients(optimizer))
