@@ -14,7 +14,8 @@ import zstandard
 from crafted import MAGIC, entry, file_of, header, quantized, to_json, write
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from training import bits
 from whole_tensors import quantize_first_moment, quantize_rank_one
 
 import dynaquant as dq
@@ -298,6 +299,26 @@ def test_a_wrong_header_position_fails_the_checksum(tmp_path):
 def test_a_header_that_claims_to_expand_beyond_the_limit_is_refused(tmp_path):
     said = refused(tmp_path, file_of(header(), plain_size=2**62))
     assert said == "altered: its header claims to expand beyond the limit"
+
+
+def test_a_header_that_compresses_well_is_padded(tmp_path):
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3000))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    sizes = {}
+    for much in ([0] * 500_000, []):
+        path = tmp_path / f"{len(much)}.dqc"
+        record = dq.save({"model": model.state_dict(), "seen": much}, path, quality="lossless")
+        assert record.total.stored == path.stat().st_size
+        loaded = dq.load(path)
+        assert (bits(loaded["model"]) == bits(model.state_dict()), loaded["seen"] == much) == (True, True)
+        sizes[len(much)] = path.stat().st_size
+    assert sizes[500_000] < 200_000 + sizes[0]  # a megabyte of JSON, which may be at most 16 times as large
+    assert sizes[0] < 150_000
+    again = tmp_path / "again.dqc"
+    dq.save({"model": model.state_dict(), "seen": []}, again, quality="lossless")
+    assert again.stat().st_size == pytest.approx(sizes[0], rel=0.1)
 
 
 def test_a_header_bomb_is_not_expanded(tmp_path):

@@ -35,6 +35,8 @@ MAGIC = b"\x89DQC\r\n\x1a\n"
 _PREAMBLE = struct.Struct("<8sQ")  # magic, format version
 _TRAILER = struct.Struct("<QQ16s8s")  # stored header size, header size, checksum, magic
 _MAX_HEADER_EXPANSION = 16
+_PADDING = 64
+"""Bytes of padding, at least, if a header needs any."""
 
 
 @dataclass(frozen=True)
@@ -154,20 +156,24 @@ class CheckpointWriter:
 
     def finish(self, header: Header) -> None:
         """Append the header, and hand all to the system."""
-        plain = _json(
-            {
-                "requires": required_features(header.entries),
-                "step": header.step,
-                "sequence": header.sequence,
-                "identity": header.identity,
-                "parents": [] if header.parent is None else [header.parent.to_json()],
-                "tree": header.tree,
-                "tensors": [entry.to_json() for entry in header.entries],
-                "record": header.record,
-                **parts_to_json(header.parts, header.layouts),
-            }
-        )
-        stored = zstandard.ZstdCompressor(level=9).compress(plain)
+        fields = {
+            "requires": required_features(header.entries),
+            "step": header.step,
+            "sequence": header.sequence,
+            "identity": header.identity,
+            "parents": [] if header.parent is None else [header.parent.to_json()],
+            "tree": header.tree,
+            "tensors": [entry.to_json() for entry in header.entries],
+            "record": header.record,
+            **parts_to_json(header.parts, header.layouts),
+        }
+        plain = _json(fields)
+        stored = _compressed(plain)
+        if (missing := len(plain) / _MAX_HEADER_EXPANSION - len(stored)) > 0:  # readers refuse it: it expands too far
+            # A byte of a hash is two digits, which are compressed to a byte.
+            padding = blake3(plain).hexdigest(length=_PADDING + int(1.25 * missing))
+            plain = _json({**fields, "padding": padding})
+            stored = _compressed(plain)
         # Equal sizes in the trailer mean that the header is not compressed.
         if len(stored) >= len(plain) or len(plain) > _MAX_HEADER_EXPANSION * len(stored):
             stored = plain
@@ -176,6 +182,10 @@ class CheckpointWriter:
             _TRAILER.pack(len(stored), len(plain), checksum_of(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
         )
         self._file.flush()
+
+
+def _compressed(plain: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=9).compress(plain)
 
 
 def checksum_of(preamble: bytes, stored_header: bytes) -> bytes:
