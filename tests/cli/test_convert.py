@@ -154,8 +154,8 @@ def test_a_metric_that_raises_gives_one_message(model, tmp_path, monkeypatch, fa
 
 def test_outputs_are_replaced_only_with_force(model, tmp_path, fails):
     before = contents(tmp_path)
-    fails("exists", "compress", model, "-o", model)
-    fails("is the input file", "compress", model, "-o", model, "--force")
+    for out in (model, tmp_path / "small.onnx", tmp_path / "small.PT"):
+        fails("let its name end in .dqc", "compress", model, "-o", out, "--force")
     assert contents(tmp_path) == before
     call("compress", model)
     small = tmp_path / "model.safetensors.dqc"

@@ -183,6 +183,14 @@ def test_the_error_for_a_missing_parent_names_it(run):
     run.load(run.file(1))
 
 
+def test_the_error_for_a_broken_chain_names_the_checkpoint_that_was_wanted(run):
+    series(run, [1, 2, 3, 4])
+    run.path(2).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        run.load(run.file(4))
+    assert str(caught.value).startswith("checkpoint step 4: checkpoint step 3: its parent, step 2 (")
+
+
 def test_a_replaced_parent_is_detected_before_its_levels_are_used(run):
     series(run, [1, 2, 3])
     run.commit(checkpoint_of(2, {"w": torch.randn(80, 50)}), None)

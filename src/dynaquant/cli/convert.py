@@ -84,6 +84,7 @@ def compress(
     measures the sensitivity of the metric to each tensor. Without it, the degradation is estimated from how far the
     weights move. No code in SOURCE is run.
     """
+    from dynaquant.interop.export import is_foreign
     from dynaquant.interop.packing import compress as compress_file
     from dynaquant.store.container import CheckpointFile
     from dynaquant.store.run import SUFFIX
@@ -93,6 +94,8 @@ def compress(
         if not named.name:
             raise CheckpointError(f"{source} has no name that the output could have; give one with --out")
         out = named.with_name(f"{named.name}{SUFFIX}")
+    if is_foreign(out):
+        raise CheckpointError(f"{out}: compress writes a file of dynaquant; let its name end in {SUFFIX}")
     must_not_exist(out, force)
     with output.status_line() as tell:
         record = compress_file(

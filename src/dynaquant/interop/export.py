@@ -35,6 +35,12 @@ _OTHER_SUFFIXES = (
 _ADVICE = f"let it end in .safetensors, {', '.join(_TORCH_SUFFIXES)}, or give --to {', '.join(Target)}"
 
 
+def is_foreign(out: Path) -> bool:
+    """Whether the suffix of a path is that of another format than dynaquant's own."""
+    suffix = out.suffix.lower()
+    return suffix != ".dqc" and suffix in (".safetensors", *_TORCH_SUFFIXES, *_OTHER_SUFFIXES)
+
+
 def model_target(out: Path) -> Target:
     """Return the target for an output path that is to hold a model, from its suffix.
 

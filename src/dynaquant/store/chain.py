@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -126,7 +126,10 @@ def chain_of(
             above = chain[-1].header.parent
             if decoded is not None and above == Parent(decoded.header.step, decoded.header.identity):
                 return [*chain, decoded]
-            if (parent := parent_of(chain[-1], path_of, given)) is None:
+            # Of a file elsewhere in the chain, the error says so, but not which checkpoint was wanted.
+            with nullcontext() if above is None or above.file is not None else name_step_in_errors(file):
+                parent = parent_of(chain[-1], path_of, given)
+            if parent is None:
                 return chain
             if len(chain) >= _MOST_OPEN:
                 parent.close()
