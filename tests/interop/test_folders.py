@@ -95,7 +95,7 @@ def test_moments_in_a_folder_are_quantized_as_in_a_training(tmp_path):
     record = compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer())
     assert record.roles.keys() == {"weight", "first_moment", "second_moment", "exact"}
     assert record.roles["first_moment"].ratio > 30
-    assert record.roles["second_moment"].ratio > 8
+    assert record.roles["second_moment"].ratio > 7
 
 
 def test_moments_that_cannot_be_matched_with_weights_are_not_used_as_sensitivity(tmp_path):

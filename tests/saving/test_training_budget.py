@@ -222,7 +222,7 @@ def saved(folder, until, **options):
 
 
 def test_checkpoints_become_stricter_and_the_account_survives_restores(tmp_path):
-    for until in (40, 60, 100):
+    for until in (40, 60, 90):
         records = saved(tmp_path, until)
     limits = [record.limit for record in records]
     assert limits[0] > 0.005

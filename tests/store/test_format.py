@@ -305,8 +305,6 @@ MOMENTS = {
     "conditional protected",
     "conditional log_grid",
     "conditional log_grid+",
-    "rank_one log_grid",
-    "rank_one log_grid+",
     "units grid",
 }
 
@@ -314,8 +312,14 @@ MOMENTS = {
 @pytest.mark.parametrize("dtype", sorted(QUANTIZED))
 def test_both_agree_on_grids_and_moments(tmp_path, dtype):
     saved_run(tmp_path, adamw, dtype=getattr(torch, dtype))
-    kinds = {f"{kind} {dtype}" for kind in ("conditional", "rank_one", "units", "reference")}
+    kinds = {f"{kind} {dtype}" for kind in ("conditional", "units", "reference")}
     assert codings_in(tmp_path) >= MOMENTS | kinds
+
+
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+def test_both_agree_on_rows_and_columns(tmp_path, dtype):
+    saved_run(tmp_path, adamw, dtype=getattr(torch, dtype), quality="small")
+    assert codings_in(tmp_path) >= {f"rank_one {dtype}", "rank_one log_grid", "rank_one log_grid+"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -96,7 +96,7 @@ def test_the_frozen_base_is_written_once_for_all_checkpoints(tmp_path):
     (held,) = tmp_path.glob("frozen-*.dqc")
     assert held.stat().st_size > 1_000_000
     assert [record.keyframe for record in records] == [True, False, True, False]
-    assert all(record.total.stored < 50_000 for record in records)
+    assert all(record.total.stored < 60_000 for record in records)
     # Tensors that are not in a checkpoint do not count for its ratio.
     trained = 4 * sum(p.numel() for p in adapted_model().parameters() if p.requires_grad)
     assert all(trained < record.total.raw < 4 * trained for record in records)

@@ -235,9 +235,9 @@ def test_the_next_update_is_within_the_tolerance_even_if_gradients_differ_in_siz
     gradient = torch.randn(48, 64) * sizes * gradient_size
     wanted, found = (next_update(*both, gradient) for both in ((model[0], optimizer), (other[0], other_optimizer)))
     firsts = any(label_of[full].role == "first_moment" for full in quantized)
-    # The tolerances are for each moment. With Nesterov, an update can be off by a little more.
+    # The tolerances are for each moment, and those of first moments count updates by the root of their second moment.
     both = math.hypot(first_tolerance, second_tolerance)
-    limit = 1.01 * both if firsts else second_tolerance
+    limit = 1.15 * both if firsts else second_tolerance
     assert float((found - wanted).double().norm()) <= limit * float(wanted.double().norm())
 
 

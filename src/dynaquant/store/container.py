@@ -35,8 +35,6 @@ MAGIC = b"\x89DQC\r\n\x1a\n"
 _PREAMBLE = struct.Struct("<8sQ")  # magic, format version
 _TRAILER = struct.Struct("<QQ16s8s")  # stored header size, header size, checksum, magic
 _MAX_HEADER_EXPANSION = 16
-_PADDING = 64
-"""Bytes of padding, at least, if a header needs any."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +165,12 @@ class CheckpointWriter:
             "record": header.record,
             **parts_to_json(header.parts, header.layouts),
         }
-        plain = _json(fields)
-        stored = _compressed(plain)
+        plain, compressor = _json(fields), zstandard.ZstdCompressor(level=9)
+        stored = compressor.compress(plain)
         if (missing := len(plain) / _MAX_HEADER_EXPANSION - len(stored)) > 0:  # readers refuse it: it expands too far
             # A byte of a hash is two digits, which are compressed to a byte.
-            padding = blake3(plain).hexdigest(length=_PADDING + int(1.25 * missing))
-            plain = _json({**fields, "padding": padding})
-            stored = _compressed(plain)
+            plain = _json({**fields, "padding": blake3(plain).hexdigest(length=64 + int(1.25 * missing))})
+            stored = compressor.compress(plain)
         # Equal sizes in the trailer mean that the header is not compressed.
         if len(stored) >= len(plain) or len(plain) > _MAX_HEADER_EXPANSION * len(stored):
             stored = plain
@@ -182,10 +179,6 @@ class CheckpointWriter:
             _TRAILER.pack(len(stored), len(plain), checksum_of(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
         )
         self._file.flush()
-
-
-def _compressed(plain: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=9).compress(plain)
 
 
 def checksum_of(preamble: bytes, stored_header: bytes) -> bytes:
