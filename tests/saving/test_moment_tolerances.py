@@ -14,6 +14,7 @@ from dynaquant.saving.moment_tolerances import (
     SECOND_BESIDE_EXACT,
     MomentTolerances,
     bounded_by_weights,
+    by_unused_rows,
     tolerances_of,
     weights_of,
 )
@@ -74,6 +75,25 @@ def test_moments_of_embeddings_are_finer_unless_another_layer_uses_them():
     found = first_tolerances(objects, PRESETS["balanced"], 120, True)
     shares = {name.split(".")[3]: tolerance / math.sqrt(120 / 80) for name, tolerance in found.items()}
     assert shares == pytest.approx({"table": 0.5, "tied": 1, "head": 1})
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_moments_of_an_embedding_whose_rows_are_all_in_use_are_as_those_of_other_matrices(used):
+    torch.manual_seed(0)
+    model = nn.Embedding(40, 4)
+    objects = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    for _ in range(80):
+        objects["optimizer"].zero_grad()
+        model(torch.arange(40 if used else 36)).square().sum().backward()
+        objects["optimizer"].step()
+    state = {
+        f"optimizer.state.model.weight.{key}": value for key, value in objects["optimizer"].state[model.weight].items()
+    }
+    windows = windows_of(objects, parameter_names(objects), True)
+    (window,) = by_unused_rows(windows, state, WHOLE).values()
+    assert [each.by_row for each in windows.values()] == [True]
+    assert window.by_row is not used
+    assert by_unused_rows(windows, {}, WHOLE) == windows  # before the first step
 
 
 def test_moments_that_remember_longer_are_kept_for_longer_intervals():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,11 @@ docs/decisions.md, "How much does a restore lose without first moments?"."""
 LOST_BY_NOISE_OF_ROWS = 0.4
 """The same for embeddings. Few of their rows have gradients in a step; the others keep what noise has done to them:
 docs/decisions.md, "How much does a restore lose by noise in first moments?"."""
+UNUSED, FEW = 0.02, 0.05
+"""A row has had no gradient for some thirty steps if its first moment is at most this share of the root of its second
+one. An embedding in which fewer rows than the other share are unused counts as any other matrix."""
+_ROWS = 1_024
+"""Rows of an embedding that tell whether rows are unused."""
 LOST_BY_NOISE_OF_SGD = 0.5
 """The same for SGD, whose update is the moment itself: docs/decisions.md, "What about the momentum of SGD?"."""
 FINEST, COARSEST = 0.25, 1.4
@@ -60,6 +65,34 @@ class MomentTolerances:
 
         firsts = {name: finer(tolerance) for name, tolerance in self.firsts.items()}
         return MomentTolerances(finer(self.first), min(self.second, SECOND_BESIDE_EXACT), firsts)
+
+
+def by_unused_rows(
+    windows: Mapping[str, MomentWindow], tensors: Mapping[str, Tensor], shards: Shards
+) -> dict[str, MomentWindow]:
+    """Return the windows, but those of embeddings whose rows are all in use as those of other matrices.
+
+    Such are positions, characters, and tables that are also the head of a model. Collective with shards. tensors: by
+    name, first and second moments among them.
+    """
+    tables = [name for name, window in windows.items() if window.by_row and _second_of(name) in tensors]
+    counts = shards.sums({name: _unused_rows(tensors[name], tensors[_second_of(name)]) for name in tables})
+    in_use = {name: replace(windows[name], by_row=False) for name, (n, rows) in counts.items() if n < FEW * rows}
+    return {**windows, **in_use}
+
+
+def _second_of(first: str) -> str:
+    return f"{first.rpartition('.')[0]}.exp_avg_sq"
+
+
+def _unused_rows(first: Tensor, second: Tensor) -> list[float]:
+    """Return how many of some rows of this rank's part are unused, and how many these are."""
+    own, root = local_of(first).detach(), local_of(second).detach()
+    if own.ndim < 2 or not own.numel() or own.shape != root.shape:
+        return [0.0, 0.0]
+    pace = max(len(own) // _ROWS, 1)
+    size, largest = own[::pace].float().abs().amax(1), root[::pace].float().sqrt().amax(1)
+    return [float((size <= UNUSED * largest).sum()), float(len(size))]
 
 
 def bounded_by_weights(

@@ -18,7 +18,7 @@ from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.division import divide
 from dynaquant.saving.gradient_alignment import gradient_alignment
 from dynaquant.saving.gradient_energy import GradientEnergy, gradient_energy
-from dynaquant.saving.moment_tolerances import bounded_by_weights, tolerances_of, weights_of
+from dynaquant.saving.moment_tolerances import bounded_by_weights, by_unused_rows, tolerances_of, weights_of
 from dynaquant.saving.notes import notes_on_exact_tensors, notes_on_gaps
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.source import Source
@@ -118,6 +118,7 @@ class TrainingSource:
         if self._preset is not None:
             displaced = self._group.run_reducing(lambda: displacements.since_the_start(captured.shards))
             windows = windows_of(self._objects, captured.parameters, corrected)
+            windows = by_unused_rows(windows, own, captured.shards)
             tolerances, limits = tolerances_of(windows, self._preset, interval), self._preset.step_limits
             tolerances = bounded_by_weights(tolerances, windows, weights_of(windows), own, limits, captured.shards)
             notes += notes_on_exact_tensors(captured, self._objects, self._patterns, frozen, master_of.values())
