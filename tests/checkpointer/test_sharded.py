@@ -15,7 +15,6 @@ import dynaquant as dq
 from dynaquant.engine.forms.form import stored_equal
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.patchwork import Patchwork
-from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.stored import in_one
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.store.run import Run
@@ -78,7 +77,7 @@ def test_any_number_of_ranks_stores_the_same_levels(layouts, layout, way):
                 assert stored_equal(whole, other), name
                 kinds.add(type(other))
         assert any(isinstance(tensor, Patchwork) for tensor in tensors.values())
-    assert kinds >= {QuantizedTensor, RankOne, ScaledMoment, torch.Tensor}
+    assert kinds >= {QuantizedTensor, ScaledMoment, torch.Tensor}
 
 
 @pytest.fixture(scope="module", params=[("hsdp", 4), ("fsdp", 2)], ids=["hsdp", "fsdp"])

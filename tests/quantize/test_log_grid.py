@@ -29,7 +29,8 @@ def test_errors_on_a_log_grid_are_at_most_half_a_pace_and_zero_stays_zero(expone
     restored = dequantize(stored)
     assert torch.equal(restored > 0, positive)
     off = np.abs(4 * np.log2(numbers(restored[positive])) - rungs)
-    assert off.max(initial=0) <= pace / 2 + 0.025  # 0.4 % are 0.023 rungs
+    # A bucket is 0.4 % wide on either side, 0.023 rungs. Its position is a multiple of a sixteenth of a rung.
+    assert off.max(initial=0) <= pace / 2 + 0.023 + 1 / 32
 
 
 def test_a_log_grid_spans_from_the_smallest_to_the_largest_value():

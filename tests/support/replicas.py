@@ -252,7 +252,7 @@ def saves_by_a_loss_on_batches(replica: Replica, folder: Path) -> dict[str, list
         replica.fails_at = 0
     replica.share = late
     with replica.checkpointer(
-        folder / "batches late", quality=dq.Quality(method="grid", max_degradation=0.0001)
+        folder / "batches late", quality=dq.Quality(method="grid", max_degradation=0.0003)
     ) as ckpt:
         replica.train()
         saves["late"] = [replica.save(ckpt, 1)]
