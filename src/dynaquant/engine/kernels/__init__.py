@@ -272,12 +272,16 @@ def all_extremes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]
 
 def all_extremes_from(tensors: Mapping[str, Tensor], limit: float) -> dict[str, ExtremesFrom]:
     """Return ``Kernels.extremes_from`` of each tensor on a device that has values. They cross together."""
-    found = {
+    on_devices = {
         name: torch.stack([*torch.aminmax(tensor.detach()), device_kernels.smallest_from(tensor, limit)])
         for name, tensor in tensors.items()
         if tensor.numel()
     }
-    return {name: (low, high, least) for name, e in small_on_host(found).items() for low, high, least in (e.tolist(),)}
+    found: dict[str, ExtremesFrom] = {}
+    for name, numbers in small_on_host(on_devices).items():
+        lowest, highest, smallest = numbers.tolist()
+        found[name] = lowest, highest, smallest
+    return found
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device = HOST) -> Tensor:

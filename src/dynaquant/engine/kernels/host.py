@@ -161,8 +161,14 @@ def divide_by_roots(values: Tensor, seconds: Seconds, out: Tensor) -> None:
         rows, columns = _float32(seconds.rows), _float32(seconds.columns)
         _native.divide_by_outer_roots(_float32(values), rows, columns, out.numpy())
     else:
-        flat = values_of_seconds(seconds, out.device)
-        _native.divide_by_roots(_float32(values), _float32(flat), out.numpy())
+        _native.divide_by_roots(_float32(values), _float32(_flat_seconds(seconds)), out.numpy())
+
+
+def _flat_seconds(seconds: Tensor | OfLevels) -> Tensor:
+    if isinstance(seconds, Tensor):
+        return seconds
+    # Rare: only where a moment has outliers.
+    return values(seconds.levels, seconds.table, _NO_OUTLIERS, torch.device("cpu"))
 
 
 def grid_levels_of_units(values: Tensor, seconds: Seconds, inverse: float, out: Tensor) -> Callable[[], int]:
@@ -184,11 +190,6 @@ def multiply_by_roots(values: Tensor, seconds: Seconds) -> None:
         _native.multiply_by_outer_roots(values.numpy(), _float32(seconds.rows), _float32(seconds.columns))
     else:
         _native.multiply_by_roots(values.numpy(), _float32(seconds))
-
-
-def values_of_seconds(seconds: Tensor | OfLevels, device: torch.device) -> Tensor:
-    """Return second moments as values."""
-    return seconds if isinstance(seconds, Tensor) else values(seconds.levels, seconds.table, _NO_OUTLIERS, device)
 
 
 def outer(rows: Tensor, columns: Tensor, out: Tensor | None = None) -> Tensor:
